@@ -196,6 +196,29 @@ def open_paths(results: Path = RESULTS / "h200") -> str:
 # ---- writing
 
 
+def draft_trees() -> str:
+    """Return what trees of drafts would bring over chains."""
+    report = content_of("trees/trees.json")
+    sizes, machines = (13, 21, 25), report["walk_ms"]
+    loads = [(name, users) for name in machines for users in report["sets"][0]["throughput"][name] if int(users) <= 16]
+    rows = [
+        [
+            f"{one['prompts']}, {one['temperature']:g}",
+            f"{one['chain']:.2f}",
+            *(f"{one['over_chain'][str(size)]:.2f}" for size in sizes),
+            *(f"{one['throughput'][name][users]['ratio']:.2f}" for name, users in loads),
+        ]
+        for one in report["sets"]
+    ]
+    header = ("prompts, temperature", "chain of 5", *(f"tree of {size}" for size in sizes))
+    note = (
+        "The column *chain of 5* has the accept length, and the columns *tree* have accept lengths of trees of so many "
+        "nodes, divided by it. The other columns have estimates of throughput with trees, divided by that with chains, "
+        "by machine and users ([trees.json](trees/trees.json)). "
+    )
+    return section([*header, *(f"{name}, {users}" for name, users in loads)], rows, note.strip())
+
+
 def content_of(file: str, results: Path = RESULTS) -> Any:
     """Return what a JSON file among the results holds."""
     return json.loads((results / file).read_text(encoding="utf-8"))
@@ -216,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal_draws": equal_draws,
     "gpu_paths": gpu_paths,
     "open_paths": open_paths,
+    "draft_trees": draft_trees,
 }
 
 

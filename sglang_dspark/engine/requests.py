@@ -262,9 +262,6 @@ def _drop_impossible_stops(parameters: SamplingParams, vocab_size: int) -> None:
         parameters.stop_token_ids = {token for token in stops if 0 <= token < vocab_size}
 
 
-_SEEDS = 2**63
-
-
 @hook(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
     HookType.BEFORE,
@@ -285,4 +282,5 @@ def seed_each(
     shared = getattr(tokenized, "sampling_params", None)
     if shared is not None and getattr(shared, "sampling_seed", None) is not None:
         tokenized.sampling_params = copy.copy(shared)
-        shared.sampling_seed = (shared.sampling_seed + 1) % _SEEDS  # of the next one
+        # Of the next one. It stays a signed number of 64 bits, as which all seeds are read.
+        shared.sampling_seed = (shared.sampling_seed + 1 + 2**63) % 2**64 - 2**63

@@ -10,6 +10,7 @@ import signal
 import time
 from array import array
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from golden_server import settled, settled_params
@@ -25,7 +26,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.http import APP_OF_WORKERS, ROUTES, SpeculationMiddleware, mount
 from sglang_dspark.engine.measure_steps import turn
 from sglang_dspark.engine.request_options import BatchOptions, Speculation, request_options
-from sglang_dspark.engine.requests import ASKED, check_request, known_keys
+from sglang_dspark.engine.requests import ASKED, check_request, known_keys, seed_each
 from sglang_dspark.engine.server import DSparkServer, TargetOnly, attach
 from sglang_dspark.step.state import RequestLimits
 
@@ -420,3 +421,16 @@ def test_replicas_follow_each_other_when_all_are_there(tmp_path, monkeypatch):
     assert {what for what, _ in told[:REPLICAS]} == {"here"}
     assert told[REPLICAS:] == [(what, replica) for replica in range(REPLICAS) for what in ("begins", "ends")]
     assert list(tmp_path.iterdir()) == []  # the last one takes the file away
+
+
+@pytest.mark.parametrize("seed", [-2, -(2**63), 0, 2**63 - 1])
+def test_samples_of_a_request_have_the_seeds_that_follow_its_own(seed):
+    """As 64-bit patterns: sample k has the text of a request with the seed plus k, negative or not."""
+    shared = SamplingParams(sampling_seed=seed)
+    sent = []
+    for _ in range(3):
+        sample = SimpleNamespace(sampling_params=shared)
+        seed_each(None, sample)
+        sent.append(sample.sampling_params.sampling_seed)
+    assert [(each - seed) % 2**64 for each in sent] == [0, 1, 2]
+    assert all(-(2**63) <= each < 2**63 for each in sent)
