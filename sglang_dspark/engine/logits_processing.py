@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from http import HTTPStatus
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_
 from numpy.typing import NDArray
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.batch import CachedByBatch, is_running, prompts_of
@@ -47,7 +49,11 @@ def grammar_masks(
     for req, window in zip(reqs, windows, strict=True):
         if req.grammar is not None and not req.grammar.finished:
             mask = req.grammar.allocate_vocab_mask(vocab_size, len(window), "cpu")
-            num_reached = _walk(req.grammar, window[1:], mask)
+            try:
+                num_reached = _walk(req.grammar, window[1:], mask)
+            except ValueError as error:  # llguidance has met a limit, and answers nothing from now on
+                req.to_finish = FINISH_ABORT(f"The grammar cannot be followed: {error}", HTTPStatus.BAD_REQUEST)
+                num_reached = 0
             rows.extend(range(start, start + num_reached))
             masks.append(mask[:num_reached])
         start += len(window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from dspark_kernels import ASKED_ROWS, CACHED_ROWS, MOST_MATCH, USUAL
 from golden_server import LetterTokenizer, settled
 from letter_tokenizers import EOS, VOCAB, Backends, after
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang_objects import request, server_args
 from stage_loop import lookup_of
@@ -180,21 +179,6 @@ def test_nothing_but_named_candidates_is_verified_without_a_drafter():
 FORCED = "(red|blue) shoes-x"
 
 
-class Forcing(BaseGrammarObject):
-    """Forces a text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text, self.asked = text, 0
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def try_jump_forward(self, tokenizer: Any) -> tuple[list[int], str]:
-        self.asked += 1
-        return [], self._text
-
-
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     return Backends(tmp_path_factory.mktemp("tokenizer"))
@@ -217,7 +201,7 @@ def test_tokens_that_llguidance_forces(backends):
     tokenizer, grammar = backends.tokenizer, backends.llguidance.dispatch_regex(FORCED)
     begun = tokenizer("r").input_ids
     req = request(begun, grammar=after(grammar, begun))
-    assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == tuple(tokenizer("red shoes-x").input_ids)
+    assert ForcedTokens(tokenizer, VOCAB, 16).of(req) == tuple(tokenizer("red shoes-").input_ids)
 
 
 def test_nothing_is_forced_where_no_grammar_has_a_say(backends):
@@ -236,8 +220,9 @@ def test_forced_texts_are_encoded_as_inside_of_a_text():
     inner = Tokenizer(models.BPE(pieces | {"a": 7, "b": 8}, [("a", "b")], unk_token="<unk>"))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     pieced = PreTrainedTokenizerFast(tokenizer_object=inner)
-    req = request([9], grammar=Forcing("abc"))
-    assert ForcedTokens(pieced, VOCAB, 16).of(req) == (9, 2)
+    backend = XGrammarGrammarBackend(pieced, len(pieces) + 2, [6])
+    req = request([9], grammar=backend.dispatch_regex("abc"))
+    assert ForcedTokens(pieced, len(pieces) + 2, 16).of(req) == (9, 2)
 
 
 @pytest.mark.parametrize(
@@ -268,22 +253,32 @@ def test_nothing_is_forced_within_a_letter(backends):
     assert len(ForcedTokens(tokenizer, VOCAB, 64).of(req)) == len(tokenizer("да!").input_ids)
 
 
-def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(backends):
-    """It reads the beginning of a long one; of one that takes the grammar too long to tell, no more than once."""
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_forced_text_is_read_as_far_as_a_step_can_use_it(backends, backend):
+    """From any place in it that the text's end matches, enough follows also where it repeats itself."""
     tokenizer = backends.tokenizer
-    for backend in (backends.xgrammar, backends.llguidance):
-        req = forced_by(tokenizer, backend.dispatch_regex("ab{9000}"), "a")
-        assert ForcedTokens(tokenizer, VOCAB, 5).of(req)[:6] == (
-            *tokenizer("a").input_ids,
-            *tokenizer("bbbbb").input_ids,
-        )
-    encoded = []
-    counting = SimpleNamespace(encode=lambda text, **_: encoded.append(len(text)) or tokenizer.encode(text))
-    forcing = Forcing("b" * 10**6)
-    req = request([9], grammar=forcing)
-    for _ in range(3):
-        ForcedTokens(counting, VOCAB, 5).of(req)
-    assert forcing.asked == 1 and max(encoded) < 200
+    req = forced_by(tokenizer, getattr(backends, backend).dispatch_regex("ab{9000}"), "a")
+    before = str(req.grammar.accepted_tokens) if backend == "xgrammar" else ""
+    for _ in range(2):
+        assert ForcedTokens(tokenizer, VOCAB, 5).of(req) == tuple(tokenizer("a" + "b" * (MOST_MATCH + 5)).input_ids)
+    assert not before or str(req.grammar.accepted_tokens) == before
+
+
+ENDLESS = [
+    ("ebnf", 'root ::= "a" root'),
+    ("ebnf", 'root ::= "ab"{1000000}'),
+    ("ebnf", 'root ::= x x x x "z"\nx ::= "a" x | "a"{900}'),
+    ("json", '{"type":"string","pattern":"^(a{1000}){1000}$"}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), ENDLESS)
+def test_what_is_forced_without_end_is_read_as_fast_as_any_other(backends, kind, text):
+    """Asked for all that they force, these grammars take seconds in every step, or never come back."""
+    req = forced_by(
+        backends.tokenizer, getattr(backends.xgrammar, f"dispatch_{kind}")(text), "" if kind == "ebnf" else '"'
+    )
+    assert len(ForcedTokens(backends.tokenizer, VOCAB, 5).of(req)) == MOST_MATCH + 6
 
 
 def test_forced_tokens_end_before_one_that_the_target_does_not_have(backends):

@@ -209,8 +209,11 @@ def _with_prediction(asked: str | None, body: bytes) -> str | None:
     document = object_with(body, FIELD)
     if document is None or document[FIELD] is None:
         return None
-    field = None if asked is None else json.loads(asked)
-    if field is not None and not isinstance(field, dict):
+    try:
+        field = {} if asked is None else json.loads(asked)
+    except (ValueError, RecursionError):
+        field = asked
+    if not isinstance(field, dict | None):
         return None  # refused as what it is
     return json.dumps({**(field or {}), FIELD: document[FIELD]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from functools import lru_cache
 from hashlib import blake2b
@@ -280,8 +281,9 @@ def answer_key(req: Req, *, by_prompt: bool) -> str | bytes:
     """Return the key under which a scheduler-side request finds answers and leaves its own; empty for none.
 
     Args:
-        by_prompt: whether its prompt and adapter are the key where the client has sent none. It is a digest, in bytes:
-            no client can send it for a prompt that the client does not know.
+        by_prompt: whether its prompt, its adapter and what keeps its prefixes apart (``extra_key``, ``cache_salt``) are
+            the key where the client has sent none. It is a digest, in bytes: no client can send it for a prompt that
+            the client does not know.
     """
     options = lookup_options(req)
     if options.cache or not by_prompt or options.preset not in (AUTO, SUMMARIZATION):
@@ -292,4 +294,5 @@ def answer_key(req: Req, *, by_prompt: bool) -> str | bytes:
 @kept_by_request
 def _prompt_key(req: Req) -> bytes:
     prompt = np.asarray(req.origin_input_ids, dtype=np.int64).tobytes()
-    return blake2b(prompt + (req.lora_id or "").encode(), digest_size=16).digest()
+    apart = json.dumps([req.lora_id, req.extra_key, req.cache_salt]).encode()
+    return blake2b(prompt + apart, digest_size=16).digest()

@@ -26,6 +26,7 @@ from dspark_kernels import (
     usual_bounds,
 )
 from numpy.typing import NDArray
+from xgrammar import TokenizerInfo
 
 from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
@@ -47,46 +48,89 @@ if TYPE_CHECKING:
 
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # after which tokenizers encode a text as inside of a longer one
-_LETTERS = 16  # of a token, at most of most
-_LONGEST_READ = 4096  # letters or tokens; the grammar computes all that it forces, in 0.3 ms
-_FORCES_TOO_MUCH = "dspark_forces_too_much"
+_BITS = 32  # of a word of a mask
+_MOST_WORDS = 16  # of a mask in which the beginnings of one text are allowed, and nothing else
 
 
 class ForcedTokens:
     """Read what the grammars of requests force: as much of it as a step can use, since it is read in every step.
 
+    Grammars can tell it themselves, but they tell all of it, which may take seconds or have no end. So it is read token
+    by token from their masks.
+
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's; None if the server has none.
         vocab_size: of the target; its tokenizer may know more tokens.
         most: tokens that a step can use.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, most: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        # Of tokens as many as of letters: a text that repeats itself is found again farther into what is forced.
-        self._most = _LETTERS * (most + 1)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, most: int) -> None:
+        self._vocab_size = vocab_size
+        # A text that repeats itself is found again so many tokens into what is forced. The last token is left out.
+        self._most = MOST_MATCH + most + 1
+        self._texts = _texts(tokenizer, vocab_size)
         self._encoded = lru_cache(_FORCED_TEXTS)(partial(_encoded, tokenizer))
 
     @best_effort("tokens that grammars force", instead=lambda self, req: ())
     def of(self, req: Req) -> tuple[int, ...]:
         """Return a request's last token and those that its grammar forces after it; nothing if it forces none."""
         grammar = req.grammar
-        if grammar is None or grammar.finished or grammar.is_terminated() or hasattr(req, _FORCES_TOO_MUCH):
+        if grammar is None or grammar.finished or grammar.is_terminated():
             return ()
-        tokens, text = self._read(grammar)
-        if len(tokens) + len(text) > _LONGEST_READ:
-            setattr(req, _FORCES_TOO_MUCH, True)
-        forced = tokens[: self._most] or self._encoded(text[: self._most])
+        forced = self._encoded(_whole_letters(self._read(grammar)))
         known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
         return (req.output_ids[-1], *known) if known else ()
 
-    def _read(self, grammar: BaseGrammarObject) -> tuple[Sequence[int], str]:
-        """Return the tokens (llguidance) or the text (xgrammar) that a grammar forces."""
+    def _read(self, grammar: BaseGrammarObject) -> bytes:
+        """Return the text that a grammar forces, and leave the grammar as it was."""
+        mask = grammar.allocate_vocab_mask(self._vocab_size, 1, "cpu")
+        tokens: list[int] = []
         try:
-            return grammar.try_jump_forward(self._tokenizer) or ((), "")
-        except UnicodeDecodeError as error:
-            # xgrammar forces bytes, which may end within a letter, or begin within one after a token that did.
-            return (), error.object[: error.start].decode()
+            while len(tokens) < self._most and not grammar.is_terminated():
+                mask.fill_(-1)
+                grammar.fill_vocab_mask(mask, 0)
+                token = self._forced(mask.numpy()[0])
+                if token is None:
+                    break
+                grammar.accept_token(token)
+                tokens.append(token)
+            whole = tokens[:-1] if grammar.is_terminated() else tokens  # what ends a text is no text
+        finally:
+            if tokens:
+                grammar.rollback(len(tokens))
+        return b"".join(self._texts[token] for token in whole)
+
+    def _forced(self, words: NDArray[np.int32]) -> int | None:
+        """Return the longest of the tokens that a mask [W] allows, if all others are beginnings of it."""
+        places = np.flatnonzero(words).tolist()
+        if not 0 < len(places) <= _MOST_WORDS:
+            return None
+        bits = [(place, bit) for place in places for bit in range(_BITS) if int(words[place]) >> bit & 1]
+        texts = {place * _BITS + bit: self._texts[place * _BITS + bit] for place, bit in bits}
+        longest = max(texts, key=lambda token: len(texts[token]))
+        whole = texts[longest]
+        return longest if all(text and whole.startswith(text) for text in texts.values()) else None
+
+
+@best_effort("texts of tokens", instead=lambda tokenizer, vocab_size: [])
+def _texts(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[bytes]:
+    """Return the text of each token of a mask; none of those that the tokenizer does not have."""
+    if tokenizer is None:
+        return []
+    if hasattr(tokenizer, "init_xgrammar"):  # one of SGLang's own
+        info, _ = tokenizer.init_xgrammar()
+    else:
+        info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    texts: list[bytes] = info.decoded_vocab
+    return texts + [b""] * (vocab_size + _BITS)
+
+
+def _whole_letters(text: bytes) -> str:
+    """Return the text before the first byte that is not part of a whole letter: another token may have its others."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start].decode()
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
