@@ -39,6 +39,8 @@ def grammar_masks(
     Args:
         windows: per request the anchor and the drafts under verification, one per row.
 
+    A request whose grammar fails is aborted with HTTP 400; what its rows draw no longer matters.
+
     Returns:
         Those rows [m], counted over all windows, and their masks [m, W] int32, bit v set if token v is allowed; rows
         that the walk does not reach are left out. No rows and None if no request has a grammar.
@@ -52,7 +54,8 @@ def grammar_masks(
             try:
                 num_reached = _walk(req.grammar, window[1:], mask)
             except ValueError as error:  # llguidance has met a limit, and answers nothing from now on
-                req.to_finish = FINISH_ABORT(f"The grammar cannot be followed: {error}", HTTPStatus.BAD_REQUEST)
+                reason = str(error).partition("\n")[0]
+                req.to_finish = FINISH_ABORT(f"the grammar is too complex: {reason}", HTTPStatus.BAD_REQUEST)
                 num_reached = 0
             rows.extend(range(start, start + num_reached))
             masks.append(mask[:num_reached])

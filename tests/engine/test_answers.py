@@ -332,6 +332,19 @@ def test_thinking_is_not_masked(tokenizer, grammars):
         assert masks[row].tolist() == mask_of(after(grammars["reasoner"], drafts[:row]))
 
 
+def test_a_grammar_that_fails_ends_its_own_request(tokenizer, backends, grammars):
+    """After a draft that begins an endless tail, llguidance meets a limit, and raises whatever it is asked."""
+    failing = backends.llguidance.dispatch_ebnf('start: " sat" ("!" | "." tail)\ntail: "a" tail')
+    reqs = [request(grammar=failing), request(grammar=grammars["llguidance"].copy())]
+    drafts = tokenizer(" sat.a").input_ids
+    for _ in range(2):
+        rows, masks = grammar_masks(reqs, [[9, *drafts], [9]], VOCAB)
+        assert rows == [1 + len(drafts)] and masks.tolist() == [mask_of(grammars["llguidance"].copy())]
+    ended, going_on = (req.to_finish for req in reqs)
+    assert going_on is None and ended.status_code == 400
+    assert ended.message.startswith("the grammar is too complex: ") and "\n" not in ended.message
+
+
 def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
     """A model's vocabulary may be padded; llguidance has masks of its tokenizer's."""
     grammar = grammars["llguidance"].copy()

@@ -204,6 +204,14 @@ def test_a_long_forced_text_is_copied_from_its_beginning(letters):
     assert answer["meta_info"]["dspark"]["accept_length"] > 7.5
 
 
+def test_a_grammar_that_forces_text_without_end(letters):
+    """Asked for all that it forces, it would never come back."""
+    endless = constrained(None, max_new_tokens=20)
+    del endless["sampling_params"]["regex"]
+    endless["sampling_params"]["ebnf"] = 'root ::= "a" root'
+    assert letters.post_json("/generate", endless)["text"] == "a" * 20
+
+
 def asking_for_advice():
     """Bodies of mixed requests that ask for whatever there is."""
     fields = [
