@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from acceptance_cases import SEED, STEP, Case, assert_same, make_case, reference, rows_of
-from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, noise, seeded_argmax, target_probs
+from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, noise
 from dspark_kernels.noise import seeded_noise, unit_exponential_52
+from dspark_kernels.sampling import seeded_argmax, target_probs
 from scipy import stats
 
 

@@ -23,12 +23,10 @@ from dspark_kernels import (
     fixed_split_for,
     is_crowded,
     kv_inject,
-    kv_inject_ref,
     num_splits,
     tile_contexts,
     widest_window,
     window_attention,
-    window_attention_ref,
 )
 from dspark_kernels.attention import prompts as prompts_module
 from dspark_kernels.attention import window as module
@@ -97,7 +95,7 @@ def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, (k, v), (k_pool, v_pool), windows = case = sighted(window_case(prefix_lens, query_lens, shape, "cpu"), sight)
     sinks = torch.linspace(-2, 3, shape[0])
-    out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5, sinks=sinks)
+    out = window_attention.reference(*case, causal=causal, scale=shape[2] ** -0.5, sinks=sinks)
     for index, (prefix, length) in enumerate(zip(prefix_lens, query_lens, strict=True)):
         start, slots = int(windows.indptr[index]), windows.req_to_token[windows.req_pool_indices[index], :prefix].long()
         part = slice(start, start + length)
@@ -131,7 +129,7 @@ def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tile
     how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
     exact = q.float(), *(tuple(x.float() for x in pair) for pair in (kv, pools)), windows
     found = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(found.float(), window_attention_ref(*exact, **how), **TOLERANCES[dtype])
+    torch.testing.assert_close(found.float(), window_attention.reference(*exact, **how), **TOLERANCES[dtype])
 
 
 @pytest.fixture
@@ -162,7 +160,7 @@ def in_a_pool_of_its_own(case, device):
 @pytest.mark.usefixtures("a_tile_per_split")
 @pytest.mark.parametrize(
     ("window", "sight", "splits", "is_stored", "form"),
-    pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention_ref]),
+    pairwise(list(WINDOWS), list(SIGHTS), [1, 2, 8], [False, True], [window_attention, window_attention.reference]),
 )
 def test_pools_that_number_their_rows_themselves(window, sight, splits, is_stored, form, device):
     """Keys that no row sees need no place in the pool."""
@@ -171,7 +169,7 @@ def test_pools_that_number_their_rows_themselves(window, sight, splits, is_store
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width), value=len(pools[0]) - 1)
     case = sighted((q, None if is_stored else kv, pools, replace(windows, req_to_token=table)), sight)
     how = {"causal": True, "scale": shape[2] ** -0.5, "splits": splits}
-    expected = window_attention_ref(*case, **how)
+    expected = window_attention.reference(*case, **how)
     torch.testing.assert_close(form(*in_a_pool_of_its_own(case, device), **how), expected, **FP32_TOL)
 
 
@@ -183,7 +181,7 @@ def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
     sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
     how = {"causal": True, "scale": 0.2, "sinks": sinks}
     found = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(found, window_attention.reference(*case, **how), **FP32_TOL)
     without = window_attention(*case, splits=splits, causal=True, scale=0.2)
     assert (found - without)[:5].abs().amax(dim=(0, 2)).min() > 1e-3
 
@@ -196,7 +194,7 @@ def test_requests_use_splits_by_their_own_contexts(splits, device, monkeypatch):
     case = window_case(prefix_lens, query_lens, (4, 2, 16), device)
     how = {"causal": True, "scale": 0.25}
     out, whole = (window_attention(*case, splits=num, **how) for num in (splits, 1))
-    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(out, window_attention.reference(*case, **how), **FP32_TOL)
     rows = torch.arange(3, 10, device=device)  # of contexts of at most five tiles
     assert torch.equal(out[rows], whole[rows])
 
@@ -208,7 +206,7 @@ def test_more_splits_than_are_combined_at_a_time(splits, device):
     case = window_case((64 * 70 + 3, 64 * 33, 64 * 20), (2, 1, 1), (2, 1, 16), device)
     how = {"causal": True, "scale": 0.5}
     found = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(found, window_attention.reference(*case, **how), **FP32_TOL)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_the_last_program_combines_whichever_it_is(splits, device, monkeypatch):
     case = window_case((16 * 16, 9, 16 * 4), (2, 2, 3), (3, 1, 16), device, padding=2)
     how = {"causal": True, "scale": 0.25}
     expected = window_attention(*case, splits=splits, **how)
-    torch.testing.assert_close(expected, window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(expected, window_attention.reference(*case, **how), **FP32_TOL)
     in_order = interpreter_builder.set_grid_idx
     for arrival in (list(range(splits))[::-1], torch.randperm(splits).tolist()):
         monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z, to=arrival: in_order(x, y, to[z]))
@@ -266,7 +264,7 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
     case = window_case((33, 0, 140), (4, 7, 1), (heads, kv_heads, 64), device)
     for causal, splits in ((True, 1), (False, 2)):
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
-        expected = window_attention_ref(*case, causal=causal, scale=0.125)
+        expected = window_attention.reference(*case, causal=causal, scale=0.125)
         torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
 
 
@@ -289,10 +287,10 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
     how = {"causal": True, "scale": shape[2] ** -0.5}
     exact = tuple(part.float() for part in pool)
     rows = (torch.nn.functional.pad(part[placed], (0, 0, 0, 0, 0, len(q) - len(placed))) for part in exact)
-    expected = window_attention_ref(q, tuple(rows), exact, windows, **how)
+    expected = window_attention.reference(q, tuple(rows), exact, windows, **how)
     for found in (
         window_attention(q, None, pool, windows, splits=splits, **how),
-        window_attention_ref(q, None, pool, windows, **how),
+        window_attention.reference(q, None, pool, windows, **how),
     ):
         torch.testing.assert_close(found, expected, **FP32_TOL)
 
@@ -312,7 +310,7 @@ def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
     monkeypatch.setattr(module, "num_processors", lambda device: 8)
     monkeypatch.setattr(module, "num_splits", lambda *given: used.append(given) or num_splits(*given))
     how = {"causal": True, "scale": 0.25}
-    torch.testing.assert_close(window_attention(*case, **how), window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(window_attention(*case, **how), window_attention.reference(*case, **how), **FP32_TOL)
     assert used == [(1, 2, 8)] and num_splits(*used[0]) == 8
 
 
@@ -433,7 +431,7 @@ def test_windows_have_the_same_bits_in_every_batch(
     whole = attend_prompts(q, texts.pools, prompts, **sight, **how)
     exact = q.float(), None, tuple(pool.float() for pool in texts.pools)
     windows = replace(prompts.windows, **sight)
-    expected = window_attention_ref(*exact, windows, causal=True, **how)
+    expected = window_attention.reference(*exact, windows, causal=True, **how)
     tolerance = FP32_TOL if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(whole.float(), expected, **tolerance)
     whole = whole.split(texts.lens)
@@ -469,7 +467,7 @@ def test_too_few_splits_lose_no_keys(device):
     case, how = (*case, replace(windows, fixed_split=64)), {"causal": True, "scale": 0.25}
     for splits in (1, 3):
         out = window_attention(*case, splits=splits, **how)
-        torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+        torch.testing.assert_close(out, window_attention.reference(*case, **how), **FP32_TOL)
         assert not module._arrivals(out.device).any()
 
 
@@ -550,7 +548,7 @@ def test_only_committed_rows_are_written(index_dtype, device):
     expected = torch.tensor([1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0], dtype=torch.bool)
     rows = CommitRows(*(x.to(index_dtype).to(device) for x in (columns, requests, accepted)))
     assert torch.equal(rows.kept().cpu(), expected)
-    for form in (kv_inject, kv_inject_ref):
+    for form in (kv_inject, kv_inject.reference):
         for rows_or_all, written in ((rows, expected), (None, torch.ones(12, dtype=torch.bool))):
             pools = tuple(torch.zeros(2, 16, 2, 24, device=device) for _ in range(2))
             form(*given, pools, rows_or_all)
@@ -586,7 +584,7 @@ def test_both_forms_store_what_the_draft_model_computes(dtype, device):
     inputs = model.context_projection(h_ctx), model.context_k_norm, config.rms_norm_eps, model.rotary.inv_freq
     shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
     k_pool, v_pool = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    kv_inject_ref(*inputs, positions, slots, (k_pool, v_pool))
+    kv_inject.reference(*inputs, positions, slots, (k_pool, v_pool))
     assert torch.equal(k_pool[:, slots], k) and torch.equal(v_pool[:, slots], v)
     kv_inject(*inputs, positions, slots, (k_pool, v_pool))
     assert_equal_but_for_rounding(k_pool[:, slots], k)

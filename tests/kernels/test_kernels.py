@@ -31,14 +31,14 @@ from dspark_kernels import (
     SamplingBatch,
     SimulatedDraws,
     Windows,
-    accept_ref,
+    accept,
     dispatch,
-    draft_block_ref,
+    draft_block,
     draw,
     kernels_anywhere,
     on_kernels,
     runs_kernels,
-    simulated_accept_ref,
+    simulated_accept,
 )
 from kernel_calls import Made
 from kernel_cases import CASES
@@ -166,10 +166,12 @@ class Step:
         draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
         self.calls = {
             "draw": lambda: draw(logits[:BS], *self.batch),
-            "draft": lambda: draft_block_ref(*of_drafts, *self.batch).tokens,
-            "accept": lambda: accept_ref(block, windows, logits, lens, *self.batch).out_tokens,
-            "accept nothing": lambda: accept_ref(empty, nothing, logits, lens, *self.batch).out_tokens,
-            "simulate": lambda: simulated_accept_ref(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
+            "draft": lambda: draft_block.reference(*of_drafts, *self.batch).tokens,
+            "accept": lambda: accept.reference(block, windows, logits, lens, *self.batch).out_tokens,
+            "accept nothing": lambda: accept.reference(empty, nothing, logits, lens, *self.batch).out_tokens,
+            "simulate": lambda: (
+                simulated_accept.reference(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens
+            ),
         }
 
 

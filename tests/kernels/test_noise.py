@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from dspark_kernels import Purpose, RoundKeys, exponential, philox4x32, uniform
+from dspark_kernels import RoundKeys
+from dspark_kernels.noise import Purpose, exponential, philox4x32, uniform
 from scipy import stats
 
 ALPHA = 1e-4

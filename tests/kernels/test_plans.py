@@ -12,13 +12,9 @@ from dspark_kernels import (
     VerifyRows,
     kv_inject,
     plan_staged,
-    plan_staged_ref,
     plan_top,
-    plan_top_ref,
     plan_uniform,
-    plan_uniform_ref,
     prepare,
-    prepare_ref,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +85,7 @@ def check_top(survival, budget, requests, num_tokens, num_real):
     fitting = min(int(budget), num_tokens - num_real)
     lens = top_prefixes(survival[:num_real].cpu(), fitting).tolist()
     expected = flattened(lens, drafts, requests, num_tokens, depth)
-    for form in (plan_top, plan_top_ref):
+    for form in (plan_top, plan_top.reference):
         assert_same(form(survival, budget, drafts, requests, num_tokens), expected)
         assert_same(form(survival[:num_real], budget, drafts, requests, num_tokens), expected)
 
@@ -136,7 +132,7 @@ def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
     ]
     for predicted, used, numbers, lens in plans:
         expected = padded_slots(flattened(lens, drafts, requests, num_tokens, depth), spare)
-        for form in (plan_staged, plan_staged_ref):
+        for form in (plan_staged, plan_staged.reference):
             out = VerifyRows.empty(bs + spare, num_tokens, device)
             given = torch.tensor(numbers, device=device)
             assert form(predicted, used, given, drafts, requests, out) is out
@@ -150,7 +146,7 @@ def test_the_largest_batch_and_one_that_is_left_to_torch(device):
         out, drafts = VerifyRows.empty(bs, 4096, device), drafts_of(bs, depth, device)
         weights = torch.linspace(0.2, 1, bs, device=device)
         plan_staged(survival, weights, torch.tensor([budget, -1, -1], device=device), drafts, requests, out)
-        assert_same(out, plan_top_ref(survival * weights[:, None], budget, drafts, requests, 4096))
+        assert_same(out, plan_top.reference(survival * weights[:, None], budget, drafts, requests, 4096))
 
 
 @pytest.mark.parametrize("num_real", [1, 12, 17])
@@ -175,7 +171,7 @@ def test_signed_zeros_tie_and_infinities_come_first(device):
 
 def check_uniform(verify_len, drafts, requests, num_tokens, num_real, depth):
     expected = flattened([verify_len] * num_real, drafts, requests, num_tokens, depth)
-    for form in (plan_uniform, plan_uniform_ref):
+    for form in (plan_uniform, plan_uniform.reference):
         assert_same(form(verify_len, drafts, requests, num_tokens), expected)
 
 
@@ -246,7 +242,7 @@ def test_a_captured_step_follows_its_buffers(device):
         for pool in pools:
             pool.zero_()
         graph.replay()
-        expected = plan_top_ref(survival * weights[:, None], allowed, drafts, staged.requests(table), tier)
+        expected = plan_top.reference(survival * weights[:, None], allowed, drafts, staged.requests(table), tier)
         for name in FIELDS:
             assert torch.equal(getattr(plan, name), getattr(expected, name)), name
         written = (pools[0] != 0).flatten(2).any(-1).any(0).nonzero().squeeze(1)
@@ -259,7 +255,7 @@ MASK = 77
 
 @pytest.mark.parametrize(
     ("sizes", "gamma", "form"),
-    pairwise([(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)], [1, 5, 7, 16], [prepare, prepare_ref]),
+    pairwise([(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)], [1, 5, 7, 16], [prepare, prepare.reference]),
 )
 def test_every_request_is_laid_out_and_slots_without_one_are_padded(sizes, gamma, form, device):
     bs, num_slots = sizes

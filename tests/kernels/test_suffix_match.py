@@ -13,11 +13,10 @@ from dspark_kernels import (
     StepRequests,
     find_chains,
     suffix_match,
-    suffix_match_ref,
 )
 from dspark_kernels.drafting import suffix_match as module
 
-FORMS = [suffix_match, suffix_match_ref]
+FORMS = [suffix_match, suffix_match.reference]
 
 
 def literal(text, num_candidates, bounds=USUAL):
