@@ -5,12 +5,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from dspark_kernels import (
-    CommitRows,
     PlanNumbers,
     PreparedStep,
     StepRequests,
     VerifyRows,
-    kv_inject,
     plan_staged,
     plan_top,
     plan_uniform,
@@ -207,47 +205,6 @@ def test_any_small_plan(data):
     budget = data.draw(st.integers(0, bs * depth + 2))
     num_tokens = data.draw(st.integers(bs, bs * (depth + 1) + 3))
     check_top(survival, budget, step_requests(bs, depth, device, num_real), num_tokens, num_real)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
-def test_a_captured_step_follows_its_buffers(device):
-    num_slots, depth, tier = 24, 5, 80
-    staged = PreparedStep.empty(num_slots, depth, device)
-    survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
-    weights = torch.ones(num_slots, device=device)
-    accepted, out = torch.zeros(num_slots, device=device).long(), VerifyRows.empty(num_slots, tier, device)
-    layers, heads, head_dim = 2, 3, 64
-    pools = [torch.zeros(layers, 4000, heads, head_dim, device=device) for _ in range(2)]
-    projected = torch.randn(tier, layers * 2 * heads * head_dim, device=device)
-    norm, inv_freq = torch.ones(layers, head_dim, device=device), torch.ones(head_dim // 2, device=device)
-    table = torch.randint(1, 4000, (num_slots + 2, 60), device=device, dtype=torch.int32)
-
-    def step():
-        plan = plan_staged(survival, weights, staged.numbers, drafts, staged.requests(table), out)
-        kept = CommitRows(plan.columns, plan.requests, accepted)
-        kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
-        return plan
-
-    prepare(step_requests(1, depth, device), depth, 0, staged)
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan = step()
-    for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
-        requests = replace(step_requests(bs, depth, device), req_to_token=table)
-        prepare(requests, depth, 0, staged, PlanNumbers(allowed))
-        weights.copy_(torch.rand(num_slots))
-        accepted.fill_(1)
-        for pool in pools:
-            pool.zero_()
-        graph.replay()
-        expected = plan_top.reference(survival * weights[:, None], allowed, drafts, staged.requests(table), tier)
-        for name in FIELDS:
-            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
-        written = (pools[0] != 0).flatten(2).any(-1).any(0).nonzero().squeeze(1)
-        committed = plan.slots[CommitRows(plan.columns, plan.requests, accepted).kept()]
-        assert torch.equal(written, committed.unique())
 
 
 MASK = 77

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from click.testing import CliRunner
-from dspark_training import command
+from dspark_training import command, pipeline
 from dspark_training.command import train
 from dspark_training.options import Flag, SectionedCommand, settings_options, taken
 from dspark_training.settings import TextPlan, TrainConfig
@@ -226,9 +226,9 @@ def test_a_target_that_is_not_there_or_has_no_chat_template(train_here):
 def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
     """A bar is drawn only on terminals; hours without a word look like a program that hangs."""
     clock = iter([0.0, 1.0, 29.0, 31.0, 32.0])
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: next(clock))
     console = Console(file=io.StringIO(), width=200)
-    display = command._RichDisplay(console)
+    display = pipeline.Display(console)
     for done in range(4):
         display.progress("training", done, 10, "loss 2.0")
     display.progress("measuring", 0, 5)

@@ -247,6 +247,8 @@ def check(form, shown, device, sinks=None):
         return torch.randn(rows, heads, HEAD_DIM, generator=generator).to(device)
 
     pool = rand(241, KV_HEADS), rand(241, KV_HEADS)
+    for cached in pool:
+        cached[0] = torch.nan  # the slot of padding
     rows = len(PREFIXES) * ATTENTION_SLOTS
     q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
     how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
