@@ -99,8 +99,8 @@ def test_the_coldest_drafts_are_drawn_from_the_distribution_that_is_stored(devic
 @pytest.mark.parametrize("room", [100_000, 200_000])
 def test_scores_are_rounded_before_they_are_summed(room):
     """On a GPU the compiler would subtract from the product before it is rounded, and what is stored is rounded."""
-    tiles = walk._Tiles(groups=1, programs=1, block_b=16, rank=0, block_r=16)
-    assert tiles.options(room)["enable_fp_fusion"] is False
+    *_, constants = walk._division(torch.zeros(1, 1, 16), None, room)
+    assert constants["enable_fp_fusion"] is False
 
 
 def test_ties_go_to_the_lowest_column(device):

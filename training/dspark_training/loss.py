@@ -146,7 +146,7 @@ class _DistributionLoss(torch.autograd.Function):
         selector_top_k: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
-        compute_dtype = _compute_dtype(hidden)
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -213,8 +213,3 @@ def _draft_logits(
         logits = torch.full_like(logits, float("-inf")).scatter_(-1, listed, logits.gather(-1, listed))
         labels = labels.where((listed == labels[:, None]).any(-1), -1)
     yield logits, labels, bias
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
