@@ -20,9 +20,11 @@ def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, conf
     """Return the callback of :meth:`DraftModel.forward_block` for requests whose blocks have ``num_slots`` rows."""
     heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
 
-    how = {"heads_per_kv": heads_per_kv, "dtype": cache.k.dtype, "scale": scale}
     attentions = {
-        visibility: block_attention(requests, num_slots, visibility, **how) for visibility in set(config.visibilities)
+        visibility: block_attention(
+            requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+        )
+        for visibility in set(config.visibilities)
     }
     of_layer = [attentions[visibility] for visibility in config.visibilities]
 

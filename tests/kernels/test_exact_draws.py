@@ -129,25 +129,6 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     assert rows == [4, 4, 1]
 
 
-def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
-    temperatures, top_ks = [0, 1.0, 0.6, 1.0, 0, 1.3], [-1, -1, 5, -1, -1, 3]
-    seeds = [None, None, 8, None, 4, 9]
-    rows = SamplingBatch.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
-    logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(4)) * 2
-    keys = RoundKeys(7, 8, torch.tensor([50, 60, 70, 80, 90, 100]), torch.arange(6) + 20)
-    tokens = draw(logits, rows, keys)
-    uniforms = keys.uniform(0, Purpose.BONUS)
-    for r in range(6):
-        probs = target_probs(logits[r : r + 1], rows.filter_params.expand(torch.tensor([r])))
-        if temperatures[r] == 0:
-            expected = logits[r].argmax()
-        elif seeds[r] is None:
-            expected = inverse_cdf(probs, uniforms[r : r + 1])
-        else:
-            expected = seeded_argmax(probs, torch.tensor([seeds[r]]), torch.tensor([20 + r]))
-        assert tokens[r] == expected
-
-
 def test_greedy_takes_the_first_maximum():
     rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
     keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))

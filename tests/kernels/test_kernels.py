@@ -163,15 +163,13 @@ class Step:
         empty = DraftBlock(ints(BS, 0), copied=floats(BS, 0) > 0)
         of_drafts = floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads()
         windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
-        draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
+        draws, simulated = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES)), simulated_accept.reference
         self.calls = {
             "draw": lambda: draw(logits[:BS], *self.batch),
             "draft": lambda: draft_block.reference(*of_drafts, *self.batch).tokens,
             "accept": lambda: accept.reference(block, windows, logits, lens, *self.batch).out_tokens,
             "accept nothing": lambda: accept.reference(empty, nothing, logits, lens, *self.batch).out_tokens,
-            "simulate": lambda: (
-                simulated_accept.reference(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens
-            ),
+            "simulate": lambda: simulated(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
         }
 
 

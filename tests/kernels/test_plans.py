@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from target_distribution import pairwise
 
-from sglang_dspark.step.selection import TopDrafts, top_prefixes
+from sglang_dspark.step.selection import top_prefixes
 
 SIZES = [(1, 1), (1, 16), (3, 5), (17, 1), (17, 16), (130, 5)]
 FIELDS = [field.name for field in fields(VerifyRows)]
@@ -180,16 +180,6 @@ def test_uniform_verifies_as_many_drafts_of_everyone(bs, verify_len, device):
     requests = step_requests(bs, 16, device)
     for spare in (0, 7):
         check_uniform(verify_len, drafts, requests, bs * (verify_len + 1) + spare, bs, verify_len)
-
-
-@pytest.mark.parametrize(("bs", "depth"), SIZES)
-def test_given_lengths(bs, depth, device):
-    lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
-    requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
-    expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
-    assert_same(TopDrafts.of_lengths(lens.to(device), depth).rows(requests, drafts, None), expected)
-    none = TopDrafts.of_lengths(torch.zeros_like(lens).to(device), depth).rows(requests, drafts, None)
-    assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 
 @pytest.mark.slow

@@ -162,25 +162,6 @@ def test_answers_go_on_where_they_match_farther_than_the_own_text(device, monkey
     assert bs < 5 or {row[0] // CACHED_ROWS for row in found} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ([1, 2, 3], [0, 0, -1, -1, -1]),
-        ([5, 1, 2, 3, 4, 6, 1, 2, 3], [3, 0, 4, 6, 1]),
-        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 9, 1, 2, 3], [3, 0, 5, 0, 9]),
-        ([7, 1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 7, 1, 2, 3], [4, 0, 4, 0, 1]),
-        ([1, 2, 1, 2, 1, 2], [4, 0, 1, 2, 1]),
-        ([8, 8, 8, 8, 8], [4, 0, 8, 8, 8]),
-        ([1, 2, 3, -1, 4, 1, 2, 3], [3, 0, -1, 4, 1]),
-        ([-1, 2, 3, 6, 4, -1, 2, 3], [0, 0, -1, -1, -1]),
-    ],
-    ids=["nothing", "copy", "latest", "longest", "period", "one token", "picture", "after pictures"],
-)
-def test_by_hand(device, form, text, expected):
-    assert form(*case_of([text], device), 3).tolist() == [expected]
-
-
 def test_tiles_and_programs_share_a_text(device, monkeypatch):
     """Every program has several tiles, and the last of equals lies in any of them."""
     monkeypatch.setattr(module, "_TILE", 16)

@@ -111,9 +111,6 @@ def test_an_interrupted_run_and_the_texts_of_another_one(train_here, tmp_path, m
     model = load_draft_model(tmp_path / "second/draft", dtype=torch.float32, device="cpu")
     assert model.embed_tokens is not None and model.lm_head is not None and model.confidence_head is None
     assert (model.config.markov_head_type, model.config.num_hidden_layers) == ("rnn", 2)
-    result = train_here("third", "--corpus", corpus)
-    assert result.exit_code == 1
-    assert re.search(r"--max-tokens 12: the texts in \S+ were begun with 13; drop the option", result.output)
 
 
 def dying_in_call(number, function):
@@ -137,10 +134,6 @@ def test_losses_schedules_and_vocabularies_are_options(train_here, tmp_path):
     assert (config["schedule"], config["gradient_accumulation"], config["draft_vocabulary"]) == ("linear", 2, 20)
     assert (config["loss"]["ce"], config["loss"]["l1"]) == (1.0, 0.0)
     assert len(json.loads((tmp_path / "run/draft/draft_vocabulary.json").read_text())["token_ids"]) == 20
-    for option, value in (("--position-decay", 0), ("--warmup-share", 1), ("--grad-clip", 0), ("--patience", 0)):
-        result = train_here("other", option, value)
-        assert result.exit_code == 2
-        assert f"Invalid value for '{option}'" in result.output
 
 
 @pytest.mark.slow
@@ -183,7 +176,6 @@ def test_a_run_from_a_drafter_takes_its_shape(train_here, tmp_path):
 
 REFUSED = {
     "more held out than there is": (("--held-out", 10), "--held-out 10: of 10 prompts, 10 are distinct"),
-    "taps beyond the target": (("--taps", "1,5"), "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]"),
     "no list": (("--taps", "1;2"), "'1;2' is not a list of numbers such as 1,2,3"),
     "no JSON": (("--chat-template-kwargs", "thinking"), "'thinking' is not a JSON object"),
     "a stop token as mask": (("--mask-token-id", 1), "--mask-token-id 1 ends an answer; drop the flag"),
@@ -209,7 +201,8 @@ def test_refusals_name_the_option_and_the_remedy(case, train_here, monkeypatch):
 def test_taps_are_checked_before_the_target_is_loaded(train_here, monkeypatch):
     monkeypatch.setattr(Target, "from_pretrained", None)
     result = train_here("run", "--taps", "1,5")
-    assert (result.exit_code, "target_layer_ids=[1, 5]" in result.output) == (1, True)
+    assert result.exit_code == 1
+    assert "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]" in result.output
 
 
 @pytest.mark.slow

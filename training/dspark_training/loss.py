@@ -156,7 +156,9 @@ class _DistributionLoss(torch.autograd.Function):
             hidden_grad = torch.zeros_like(hidden)
             latents_grad = None if latents is None else torch.empty_like(latents)
             w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
-            for part in _chunks(hidden, len(head)):
+            chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(head))
+            for start in range(0, len(hidden), chunk_rows):
+                part = slice(start, start + chunk_rows)
                 target_logits = F.linear(target_hidden[part].to(compute_dtype), target_head)
                 bias = None if latents is None or w2 is None else (latents[part].to(compute_dtype), w2)
                 for logits, at, factors in _draft_logits(hidden[part], bias, head, labels[part], selector_top_k):
@@ -182,13 +184,6 @@ class _DistributionLoss(torch.autograd.Function):
     def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
         return (*scaled, *[None] * 8)
-
-
-def _chunks(hidden: Tensor, v: int) -> Iterator[slice]:
-    """Yield the slots whose logits ``[rows, v]`` are computed together."""
-    chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // v)
-    for start in range(0, len(hidden), chunk_rows):
-        yield slice(start, start + chunk_rows)
 
 
 _Bias = tuple[Tensor, Tensor]

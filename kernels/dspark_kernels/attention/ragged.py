@@ -38,18 +38,6 @@ class ContextGroup(NamedTuple):
     mask: torch.Tensor | None
 
 
-class _Gathered(NamedTuple):
-    """Memory that K and V of a layer are gathered into, and the same as the calls read it.
-
-    Attributes:
-        rows: K and V [keys, kv_heads * hd] as numbers that torch can gather.
-        contexts: for each group K and V [R, kv_heads, n, hd] in the pool's dtype.
-    """
-
-    rows: list[torch.Tensor]
-    contexts: list[list[torch.Tensor]]
-
-
 @dataclass(frozen=True)
 class AttentionLayout:
     """What the attention of a step reads and writes, the same for all layers that see the same.
@@ -68,7 +56,9 @@ class AttentionLayout:
     _places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[tuple[int, int, torch.dtype], tuple[list[torch.Tensor], list[list[torch.Tensor]]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def places(self, num_kv_heads: int, heads_per_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where queries are read and outputs are found, the same for all layers with so many heads.
@@ -104,14 +94,15 @@ class AttentionLayout:
             assert pools[0].shape == pools[1].shape, "keys and values are gathered alike"
             rows = [_bits(pool).new_empty(len(self.slots), num_kv_heads * head_dim) for pool in pools]
             kv = [x.view(stored).view(-1, num_kv_heads, head_dim) for x in rows]
-            self._gathered[form] = _Gathered(rows, self._contexts(kv))
-        gathered = self._gathered[form]
-        for pool, out in zip(pools, gathered.rows, strict=True):
+            self._gathered[form] = rows, self._contexts(kv)
+        # K and V [keys, kv_heads * hd] as numbers that torch can gather, and the same as the calls read it.
+        rows, contexts = self._gathered[form]
+        for pool, out in zip(pools, rows, strict=True):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
             torch.index_select(_bits(pool).view(len(pool), -1), 0, self.slots, out=out)
         if stored == dtype:
-            return gathered.contexts
-        return self._contexts([x.view(stored).to(dtype).view(-1, num_kv_heads, head_dim) for x in gathered.rows])
+            return contexts
+        return self._contexts([x.view(stored).to(dtype).view(-1, num_kv_heads, head_dim) for x in rows])
 
     def _contexts(self, kv: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return views of K and V [keys, kv_heads, hd], for each group."""
