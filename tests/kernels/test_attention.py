@@ -113,7 +113,7 @@ def test_kernel_equals_reference(window, sight, causal, splits, with_sinks, tile
     monkeypatch.setattr(module, "is_crowded", lambda *batch: crowded)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, kv, pools, windows = case = sighted(window_case(prefix_lens, query_lens, shape, device, dtype), sight)
-    sinks = torch.linspace(-2, 3, shape[0], device=device).to(torch.float16) if with_sinks else None
+    sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
     how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
     exact = q.float(), *(tuple(x.float() for x in pair) for pair in (kv, pools)), windows
     found = window_attention(*case, splits=splits, **how)
@@ -162,6 +162,17 @@ def test_pools_that_number_their_rows_themselves(window, sight, splits, is_store
     exact = *case[:2], tuple(pool.float() for pool in case[2]), case[3]
     expected = window_attention.reference(*exact, **how)
     torch.testing.assert_close(form(*in_a_pool_of_its_own(case, device), **how), expected, **FP32_TOL)
+
+
+@pytest.mark.usefixtures("a_tile_per_split")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
+    """Every head has its own, in 16 bits here."""
+    case = window_case((150, 0), (3, 2), (10, 2, 24), device)
+    sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
+    how = {"causal": True, "scale": 0.2, "sinks": sinks}
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention.reference(*case, **how), **FP32_TOL)
 
 
 @pytest.mark.parametrize("splits", [3, 32])

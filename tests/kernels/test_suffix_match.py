@@ -168,9 +168,3 @@ def test_tiles_and_programs_share_a_text(device, monkeypatch):
     texts = [texts_of(1, 200, seed)[0] for seed in range(9)]
     for text in texts:
         assert suffix_match(*case_of([text], device), 4).tolist() == [literal(text, 4)]
-
-
-def test_slots_of_a_graph_without_a_request_have_no_chain(device):
-    requests, slot_tokens = case_of([[1, 2, 3, 4, 1, 2, 3], [1]], device)
-    for form in FORMS:
-        assert form(requests, slot_tokens, 2).tolist() == [[3, 0, 4, 1], [0, 0, -1, -1]]
