@@ -2,33 +2,18 @@
 
 No serving engine is imported.
 
-A function with kernels is called without regard to the device (``dispatch``); its reference is named ``*_ref``.
+A function with kernels is called without regard to the device (``dispatch``); ``function.reference`` is its form in
+torch.
 """
 
 from dspark_kernels.acceptance.acceptance import accept
-from dspark_kernels.acceptance.acceptance_reference import AcceptResult, accept_ref
-from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref, mask_tokens
-from dspark_kernels.acceptance.simulation import (
-    QUANTILES,
-    SPAN,
-    SimulatedDraws,
-    simulated_accept,
-    simulated_accept_ref,
-    simulated_confidence,
-    simulated_confidence_ref,
-)
-from dspark_kernels.attention.injection import CommitRows, HeldRows, hold_rows, hold_rows_ref, kv_inject, kv_inject_ref
+from dspark_kernels.acceptance.acceptance_reference import AcceptResult
+from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, mask_tokens
+from dspark_kernels.acceptance.simulation import QUANTILES, SPAN, SimulatedDraws, simulated_accept, simulated_confidence
+from dspark_kernels.attention.injection import CommitRows, HeldRows, hold_rows, kv_inject
 from dspark_kernels.attention.prompts import PromptWindows, attend_prompts, cut_prompts, fixed_split_for
-from dspark_kernels.attention.ragged import (
-    AttentionLayout,
-    BlockAttention,
-    attend_groups,
-    block_attention,
-    block_attention_ref,
-    block_groups,
-    block_windows,
-)
-from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
+from dspark_kernels.attention.ragged import AttentionLayout, attend_groups, block_groups
+from dspark_kernels.attention.rotation import qk_norm_rope
 from dspark_kernels.attention.tiles import VisibleKeys, tile_contexts
 from dspark_kernels.attention.window import (
     WINDOW_ROWS,
@@ -37,10 +22,9 @@ from dspark_kernels.attention.window import (
     num_splits,
     widest_window,
     window_attention,
-    window_attention_ref,
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, num_processors, observed, on_kernels, runs_kernels
-from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref, block_survival
+from dspark_kernels.drafting.confidence import block_confidence, block_survival
 from dspark_kernels.drafting.heads import (
     ASKED_ROWS,
     CACHED_ROWS,
@@ -66,57 +50,22 @@ from dspark_kernels.drafting.layers import (
     Int8Weight,
     Weight,
     add_norm,
-    add_norm_ref,
     block_convolution,
-    block_convolution_ref,
     in_its_dtype,
     int8_linear,
-    int8_linear_ref,
     linear,
     silu_mul,
-    silu_mul_ref,
 )
 from dspark_kernels.drafting.shortlist import competing_columns
-from dspark_kernels.drafting.suffix_match import find_chains, suffix_match, suffix_match_ref
-from dspark_kernels.drafting.walk import draft_block, draft_block_ref
-from dspark_kernels.losses import distribution_loss, distribution_loss_ref
-from dspark_kernels.noise import Purpose, RoundKeys, exponential, exponential_at, inverse_cdf, philox4x32, uniform
-from dspark_kernels.plans import (
-    FORCED,
-    plan_staged,
-    plan_staged_ref,
-    plan_top,
-    plan_top_ref,
-    plan_uniform,
-    plan_uniform_ref,
-)
-from dspark_kernels.preparation import (
-    PlanNumbers,
-    PreparedStep,
-    StepRequests,
-    VerifyRows,
-    Windows,
-    prepare,
-    prepare_ref,
-    to_device,
-)
-from dspark_kernels.recurrence.causal_conv_rows import (
-    ReplayedRows,
-    StateRows,
-    causal_conv_rows,
-    causal_conv_rows_ref,
-    commit_conv_windows,
-    commit_conv_windows_ref,
-)
-from dspark_kernels.recurrence.gated_delta import (
-    DeltaGates,
-    DeltaInputs,
-    commit_gated_delta,
-    commit_gated_delta_ref,
-    gated_delta,
-    gated_delta_ref,
-)
-from dspark_kernels.sampling import FilterParams, SamplingBatch, draw, seeded_argmax, target_probs
+from dspark_kernels.drafting.suffix_match import find_chains, suffix_match
+from dspark_kernels.drafting.walk import draft_block
+from dspark_kernels.losses import distribution_loss
+from dspark_kernels.noise import RoundKeys
+from dspark_kernels.plans import FORCED, plan_staged, plan_top, plan_uniform
+from dspark_kernels.preparation import PlanNumbers, PreparedStep, StepRequests, VerifyRows, Windows, prepare, to_device
+from dspark_kernels.recurrence.causal_conv_rows import ReplayedRows, StateRows, causal_conv_rows, commit_conv_windows
+from dspark_kernels.recurrence.gated_delta import DeltaGates, DeltaInputs, commit_gated_delta, gated_delta
+from dspark_kernels.sampling import SamplingBatch, draw
 
 __all__ = [
     "ASKED_ROWS",
@@ -134,7 +83,6 @@ __all__ = [
     "Adjustment",
     "AdjustmentTable",
     "AttentionLayout",
-    "BlockAttention",
     "Candidates",
     "ChainRules",
     "CommitRows",
@@ -146,7 +94,6 @@ __all__ = [
     "DraftDistribution",
     "DraftHeads",
     "DraftVocabulary",
-    "FilterParams",
     "HeldRows",
     "Int8Weight",
     "LatentHead",
@@ -156,7 +103,6 @@ __all__ = [
     "PlanNumbers",
     "PreparedStep",
     "PromptWindows",
-    "Purpose",
     "ReplayedRows",
     "RoundKeys",
     "SamplingBatch",
@@ -169,84 +115,50 @@ __all__ = [
     "Weight",
     "Windows",
     "accept",
-    "accept_ref",
     "add_norm",
-    "add_norm_ref",
     "adjust",
-    "adjust_ref",
     "attend_groups",
     "attend_prompts",
-    "block_attention",
-    "block_attention_ref",
     "block_confidence",
-    "block_confidence_ref",
     "block_convolution",
-    "block_convolution_ref",
     "block_groups",
     "block_survival",
-    "block_windows",
     "causal_conv_rows",
-    "causal_conv_rows_ref",
     "commit_conv_windows",
-    "commit_conv_windows_ref",
     "commit_gated_delta",
-    "commit_gated_delta_ref",
     "competing_columns",
     "cut_prompts",
     "distribution_loss",
-    "distribution_loss_ref",
     "draft_block",
-    "draft_block_ref",
     "draw",
-    "exponential",
-    "exponential_at",
     "find_chains",
     "fixed_split_for",
     "gated_delta",
-    "gated_delta_ref",
     "hold_rows",
-    "hold_rows_ref",
     "in_its_dtype",
     "int8_linear",
-    "int8_linear_ref",
-    "inverse_cdf",
     "is_crowded",
     "kernels_anywhere",
     "kv_inject",
-    "kv_inject_ref",
     "linear",
     "mask_tokens",
     "num_processors",
     "num_splits",
     "observed",
     "on_kernels",
-    "philox4x32",
     "plan_staged",
-    "plan_staged_ref",
     "plan_top",
-    "plan_top_ref",
     "plan_uniform",
-    "plan_uniform_ref",
     "prepare",
-    "prepare_ref",
     "qk_norm_rope",
-    "qk_norm_rope_ref",
     "runs_kernels",
-    "seeded_argmax",
     "silu_mul",
-    "silu_mul_ref",
     "simulated_accept",
-    "simulated_accept_ref",
     "simulated_confidence",
-    "simulated_confidence_ref",
     "suffix_match",
-    "suffix_match_ref",
-    "target_probs",
     "tile_contexts",
     "to_device",
-    "uniform",
     "usual_bounds",
     "widest_window",
     "window_attention",
-    "window_attention_ref",
 ]

@@ -47,7 +47,7 @@ ATTEMPTS = 3
 
 _FEW = 20  # of so many requests, one may be drawn otherwise
 _FEW_REQUESTS = 8  # references that go from request to request are slow
-_MADE_OF_OTHERS = ("block_attention", "partial_attention", "forward_block_fused")
+_MADE_OF_OTHERS = ("block_attention", "forward_block_fused")
 """Functions that only call others, which are checked themselves."""
 
 _ULPS_OF_INPUT, _ULPS_OF_RESULT = 4.0, 2.0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from acceptance_cases import FP32_TOL, dense_attention
-from dspark_kernels import PagedWindows, RoundKeys, SamplingBatch, VerifyRows, window_attention_ref
+from dspark_kernels import PagedWindows, RoundKeys, SamplingBatch, VerifyRows, window_attention
 from dspark_kernels.attention import prompts
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, LogitsProcessorOutput
@@ -304,7 +304,7 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
 
     def attend(q, kv, pool, windows, **how):
         seen.append((windows.indptr.tolist(), windows.width))
-        return window_attention_ref(q, kv, pool, windows, **how)
+        return window_attention.reference(q, kv, pool, windows, **how)
 
     monkeypatch.setattr(module, "window_attention", attend)
     q, k, v = (torch.randn(12, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -324,7 +324,7 @@ def test_an_eight_bit_cache_is_divided_once_and_read_back(dtype, scales):
         assert torch.equal(stored.float()[slots], heads_of(rows / factor).to(dtype).float())
     whole = [stored.float() * factor for stored, factor in zip((pool.k, pool.v), factors, strict=True)]
     rows = tuple(stored[slots] for stored in whole)
-    expected = window_attention_ref(heads_of(q), rows, tuple(whole), windows, causal=True, scale=HEAD_DIM**-0.5)
+    expected = window_attention.reference(heads_of(q), rows, tuple(whole), windows, causal=True, scale=HEAD_DIM**-0.5)
     torch.testing.assert_close(heads_of(attended), expected)
 
 

@@ -127,10 +127,6 @@ def test_no_slot_is_lost(server):
     assert_pool_is_whole(server)
 
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
-
 @pytest.mark.parametrize("name", ["static", "off"])
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.8, "sampling_seed": 7}], ids=["greedy", "seeded"])
 def test_texts_of_lone_requests_do_not_change(server, delayed, name, parameters):

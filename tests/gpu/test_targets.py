@@ -180,9 +180,6 @@ def test_text_of_a_target_with_recurrent_layers(monkeypatch, tmp_path):
     assert max(answer["meta_info"]["cached_tokens"] for answer in found["static"][1]) >= 128
 
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 PROMPT = CASES[1]["prompt_ids"]
 NAMES = ("red", "green", "blue", None)
 TOKENS = 40
@@ -224,9 +221,6 @@ def test_an_adapter_costs_drafts_and_not_all_of_them(adapter_pair):
             assert answer["meta_info"]["spec_accept_length"] >= 1
 
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 ROUNDING = 0.1  # of a row's norm; a neighbouring layer differs by about the whole of it
 MARGIN = 0.5  # of logits that rounding does not swap
 HEADS = {"Qwen3MoeForCausalLM": 128}
@@ -255,9 +249,6 @@ def test_states_and_tokens(architecture, tmp_path, monkeypatch):
     assert len(clear_tokens) >= 6
     assert sum(clear_tokens) > 0.9 * len(clear_tokens)
 
-
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 LENGTHS = (3, 9, 17, 24, 31, 40, 47, 60)  # of prompts; a window has 8
 MOST = 0.1

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from acceptance_cases import SEED, STEP, Case, assert_same, make_case, reference, rows_of
-from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, noise, seeded_argmax, target_probs
-from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
+from dspark_kernels import DraftDistribution, RoundKeys, SamplingBatch, accept, noise
 from dspark_kernels.noise import seeded_noise, unit_exponential_52
+from dspark_kernels.sampling import seeded_argmax, target_probs
 from scipy import stats
 
 
@@ -218,15 +218,6 @@ def test_copied_tokens_of_filtered_requests(device):
     assert_same(case.accept(), reference(case))
 
 
-def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
-    """A CUDA graph that is captured for whatever comes reads rules as tensors."""
-    case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
-    plain = Rules.of(case.rows)
-    params = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).filter_params
-    whatever = replace(plain, filters=params, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
-    assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
-
-
 def test_rows_that_are_no_distribution_give_some_token(device):
     """Greedy requests get what the reference gives them."""
     rules = [GREEDY, PLAIN, QWEN, SEEDED, SEEDED_QWEN, NUCLEUS]
@@ -239,36 +230,6 @@ def test_rows_that_are_no_distribution_give_some_token(device):
     assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
     expected = reference(case).out_tokens[::6]
     assert torch.equal(accepted.out_tokens[::6], expected)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
-def test_a_captured_graph_serves_other_rules(device):
-    """With other requests, of which two slots have none, and windows of other lengths."""
-    case = rules_case(device, ALL, 3, 9001, verify_lens=[3] * len(ALL))
-    other = rules_case(device, ALL[:1:-1], 3, 9001, seed=1, slots=2)
-    temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
-    filters, seeds = case.rows.filter_params, (case.rows.seeds, case.rows.is_seeded)
-    keys = replace(case.keys, step=step)
-
-    def run():
-        return verify_drafts(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        accepted = run()
-    temperatures.copy_(other.rows.draw_temperatures)
-
-    def read(of, rows):
-        drawn, filters = of.distribution, rows.filter_params
-        of_rows = rows.seeds, rows.is_seeded, filters.top_ks, filters.top_ps, filters.min_ps
-        return of.drafts, of.verify_lens, of.indptr, of.logits, drawn.scores, drawn.log_norms, *of_rows
-
-    for target, source in zip(read(case, case.rows), read(other, other.rows), strict=True):
-        target[: len(source)].copy_(source)
-    graph.replay()
-    assert_same(accepted, other.accept())
 
 
 @triton.jit

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 import triton
-from dspark_kernels import Adjustment, AdjustmentTable, SamplingBatch, adjust, adjust_ref, target_probs
+from dspark_kernels import Adjustment, AdjustmentTable, SamplingBatch, adjust
 from dspark_kernels.acceptance.acceptance_filters import filter_kernel
 from dspark_kernels.acceptance.acceptance_kernels import row_stats_kernel
+from dspark_kernels.sampling import target_probs
 from literal import literal_adjust
 
 # Where a mass is this close to p, or a weight to min-p, the rounding of float32 decides.
@@ -278,7 +279,7 @@ def test_rows_equal_the_literal_loop(vocab_size, bs, seed, dtype, device):
     case = Verification(vocab_size, bs, seed, device)
     case.logits = case.logits.to(dtype).float()
     found = [case.logits.to(device, dtype, copy=True) for _ in range(2)]
-    for form, logits in zip((adjust, adjust_ref), found, strict=True):
+    for form, logits in zip((adjust, adjust.reference), found, strict=True):
         form(logits, case.table, case.slots, *case.layout)
     narrow = {"rtol": 2**-7, "atol": 0}  # Triton's interpreter truncates
     tolerance = {"rtol": RTOL, "atol": RTOL * 50} if dtype == torch.float32 else narrow

@@ -30,21 +30,17 @@ from dspark_kernels import (
     causal_conv_rows,
     commit_conv_windows,
     commit_gated_delta,
-    commit_gated_delta_ref,
     distribution_loss,
     draft_block,
     gated_delta,
-    gated_delta_ref,
     hold_rows,
     kv_inject,
-    kv_inject_ref,
     plan_top,
     plan_uniform,
     prepare,
     qk_norm_rope,
     silu_mul,
     window_attention,
-    window_attention_ref,
 )
 from dspark_kernels.drafting.walk_kernel import choose_kernel
 from recurrent_rows import Rows, part, replayed
@@ -206,7 +202,7 @@ def test_the_last_slot_of_the_last_layer_is_written(device):
     large = tuple(pool_of((layers, slots, HEADS, HEAD_DIM), device) for _ in range(2))
     small = tuple(pool_of((layers, 2, HEADS, HEAD_DIM), device) for _ in range(2))
     kv_inject(*inputs, torch.tensor([slots - 1], device=device), large)
-    kv_inject_ref(*inputs, torch.tensor([1], device=device), small)
+    kv_inject.reference(*inputs, torch.tensor([1], device=device), small)
     for written, expected in zip(large, small, strict=True):
         torch.testing.assert_close(written[:, -1], expected[:, 1], atol=2e-3, rtol=2e-3)
 
@@ -224,7 +220,7 @@ def test_the_last_slot_of_a_pool_is_attended_to(device):
         row, lens, indptr = (torch.tensor(values, device=device) for values in ([0], [2], [0, 1]))
         contexts.append((pools, PagedWindows(table, row, lens, indptr, 1)))
     attended = window_attention(q, (k, v), *contexts[0], causal=True, scale=0.1)
-    expected = window_attention_ref(
+    expected = window_attention.reference(
         q.float(),
         (k.float(), v.float()),
         tuple(x.float() for x in contexts[1][0]),
@@ -245,7 +241,7 @@ def test_the_last_state_of_the_last_layer_is_read_and_advanced(layers, slots, de
     outs = []
     for verify, commit, pools in (
         (gated_delta, commit_gated_delta, large),
-        (gated_delta_ref, commit_gated_delta_ref, small),
+        (gated_delta.reference, commit_gated_delta.reference, small),
     ):
         rows = made.state_rows([2], [pools.shape[1] - 1])
         outs.append(verify(q[-1], part(inputs, -1), part(gates, -1), pools[-1], rows))

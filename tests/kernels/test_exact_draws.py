@@ -11,20 +11,17 @@ from dspark_kernels import (
     DraftDistribution,
     DraftHeads,
     MarkovWeights,
-    Purpose,
     RoundKeys,
     SamplingBatch,
     Windows,
-    accept_ref,
-    draft_block_ref,
+    accept,
+    draft_block,
     draw,
-    exponential,
-    inverse_cdf,
     sampling,
-    seeded_argmax,
-    target_probs,
 )
 from dspark_kernels.acceptance import acceptance_reference
+from dspark_kernels.noise import Purpose, exponential, inverse_cdf
+from dspark_kernels.sampling import seeded_argmax, target_probs
 from literal import Request, batch_of, literal_accept, literal_distribution, literal_draw, literal_uniform
 from reference_decoding import markov_step
 
@@ -43,7 +40,7 @@ def one_draft(target, draft, tokens, copied=None):
     block = DraftBlock(tokens[:, None], distribution=distribution, copied=copied)
     windows = Windows(torch.ones(num, dtype=torch.int64), torch.arange(0, 2 * num + 1, 2))
     logits = target.log().expand(2 * num, -1)
-    accepted = accept_ref(block, windows, logits, keys.positions, sampled_rows(num), keys)
+    accepted = accept.reference(block, windows, logits, keys.positions, sampled_rows(num), keys)
     return accepted.accept_lens, accepted.bonus_tokens, keys.block_uniform(1, Purpose.ACCEPT)[:, 0]
 
 
@@ -132,25 +129,6 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     assert rows == [4, 4, 1]
 
 
-def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
-    temperatures, top_ks = [0, 1.0, 0.6, 1.0, 0, 1.3], [-1, -1, 5, -1, -1, 3]
-    seeds = [None, None, 8, None, 4, 9]
-    rows = SamplingBatch.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
-    logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(4)) * 2
-    keys = RoundKeys(7, 8, torch.tensor([50, 60, 70, 80, 90, 100]), torch.arange(6) + 20)
-    tokens = draw(logits, rows, keys)
-    uniforms = keys.uniform(0, Purpose.BONUS)
-    for r in range(6):
-        probs = target_probs(logits[r : r + 1], rows.filter_params.expand(torch.tensor([r])))
-        if temperatures[r] == 0:
-            expected = logits[r].argmax()
-        elif seeds[r] is None:
-            expected = inverse_cdf(probs, uniforms[r : r + 1])
-        else:
-            expected = seeded_argmax(probs, torch.tensor([seeds[r]]), torch.tensor([20 + r]))
-        assert tokens[r] == expected
-
-
 def test_greedy_takes_the_first_maximum():
     rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
     keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
@@ -199,7 +177,7 @@ def literal(case, r):
 @pytest.mark.parametrize("kind", RULES)
 def test_the_walk_matches_the_literal_loop(kind, head_type, bs, gamma):
     case = made(kind, bs, gamma, head_type)
-    block = case.run(draft_block_ref)
+    block = case.run(draft_block.reference)
     for r in range(bs):
         tokens, corrected, confidences = literal(case, r)
         assert block.tokens[r].tolist() == tokens
@@ -226,7 +204,7 @@ def test_the_stored_distribution_is_bitwise_the_drawn_one():
     """Verification divides by the numbers the draw used, not by a recomputation of them."""
     case = made("sampled", 5, 4, dtype=torch.bfloat16)
     keys = Watched(**vars(case.keys))
-    block = case.run(draft_block_ref, keys=keys)
+    block = case.run(draft_block.reference, keys=keys)
     drawn, requests = torch.stack(keys.weights, dim=1), torch.arange(5)
     assert torch.equal(block.distribution.probs(), drawn)
     for slot in range(4):
@@ -237,8 +215,8 @@ def test_the_stored_distribution_is_bitwise_the_drawn_one():
 
 def test_no_confidence_head_gives_no_confidence():
     case = made("greedy", 2, 3)
-    assert case.run(draft_block_ref, heads=replace(case.heads, confidence=None)).confidence_logits is None
-    assert case.run(draft_block_ref, with_confidence=False).confidence_logits is None
+    assert case.run(draft_block.reference, heads=replace(case.heads, confidence=None)).confidence_logits is None
+    assert case.run(draft_block.reference, with_confidence=False).confidence_logits is None
 
 
 def test_bfloat16_heads_are_corrected_in_float32():
@@ -246,7 +224,7 @@ def test_bfloat16_heads_are_corrected_in_float32():
     w1, w2 = torch.ones(VOCAB, 1, dtype=torch.bfloat16), torch.tensor([[0.0], [0.5], [0.25]], dtype=torch.bfloat16)
     case = made("greedy", 1, 1)
     case.base = torch.full((1, 1, 3), 256.0, dtype=torch.bfloat16)
-    assert case.run(draft_block_ref, heads=DraftHeads(MarkovWeights(w1, w2, None))).tokens.tolist() == [[1]]
+    assert case.run(draft_block.reference, heads=DraftHeads(MarkovWeights(w1, w2, None))).tokens.tolist() == [[1]]
 
 
 def requests_of(kind, bs):
@@ -274,7 +252,7 @@ def written(probs):
 def accepted_of(case, probs, **changes):
     block, windows, logits, prefix_lens = case.given
     block = replace(block, distribution=None if probs is None else written(probs), **changes)
-    return accept_ref(block, windows, logits, prefix_lens, case.rows, case.keys)
+    return accept.reference(block, windows, logits, prefix_lens, case.rows, case.keys)
 
 
 def literal_outcome(case, probs, requests, r):
@@ -344,7 +322,7 @@ def test_a_vanished_residual_falls_back_to_the_target():
     rows, keys = batch_of([Request()], 1, 1)
     block = DraftBlock(torch.tensor([[2]]), distribution=written(probs.view(1, 1, 4)))
     windows, logits = Windows(torch.tensor([1]), torch.tensor([0, 2])), probs.log().expand(2, 4)
-    accepted = accept_ref(block, windows, logits, keys.positions, rows, Rejecting(**vars(keys)))
+    accepted = accept.reference(block, windows, logits, keys.positions, rows, Rejecting(**vars(keys)))
     assert accepted.accept_lens.tolist() == [0]
     assert probs[accepted.bonus_tokens[0]] > 0
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from canonical_drafter import GEMMA, config_json
-from dspark_kernels import Int8Weight, dispatch, int8_linear, int8_linear_ref
+from dspark_kernels import Int8Weight, dispatch, int8_linear
 
 from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.model import DraftModel
@@ -26,7 +26,7 @@ def test_a_weight_is_rounded_by_half_a_scale_at_most(device):
 
 def test_prompts_are_multiplied_alike(device):
     weight, rows = Int8Weight.of(torch.randn(9, 20, device=device)), torch.randn(3, 300, 20, device=device)
-    torch.testing.assert_close(int8_linear(rows, weight), int8_linear_ref(rows, weight), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(int8_linear(rows, weight), int8_linear.reference(rows, weight), atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="do not fit"):
         int8_linear(rows[..., 1:], weight)
 

@@ -31,14 +31,14 @@ from dspark_kernels import (
     SamplingBatch,
     SimulatedDraws,
     Windows,
-    accept_ref,
+    accept,
     dispatch,
-    draft_block_ref,
+    draft_block,
     draw,
     kernels_anywhere,
     on_kernels,
     runs_kernels,
-    simulated_accept_ref,
+    simulated_accept,
 )
 from kernel_calls import Made
 from kernel_cases import CASES
@@ -163,13 +163,13 @@ class Step:
         empty = DraftBlock(ints(BS, 0), copied=floats(BS, 0) > 0)
         of_drafts = floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads()
         windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
-        draws = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES))
+        draws, simulated = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES)), simulated_accept.reference
         self.calls = {
             "draw": lambda: draw(logits[:BS], *self.batch),
-            "draft": lambda: draft_block_ref(*of_drafts, *self.batch).tokens,
-            "accept": lambda: accept_ref(block, windows, logits, lens, *self.batch).out_tokens,
-            "accept nothing": lambda: accept_ref(empty, nothing, logits, lens, *self.batch).out_tokens,
-            "simulate": lambda: simulated_accept_ref(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
+            "draft": lambda: draft_block.reference(*of_drafts, *self.batch).tokens,
+            "accept": lambda: accept.reference(block, windows, logits, lens, *self.batch).out_tokens,
+            "accept nothing": lambda: accept.reference(empty, nothing, logits, lens, *self.batch).out_tokens,
+            "simulate": lambda: simulated(draws, ints(BS), lens, ints(BS, GAMMA), lens, lens).out_tokens,
         }
 
 
@@ -311,12 +311,11 @@ def test_no_module_is_hidden_by_a_function_of_the_package():
 
 
 def test_callers_never_ask_for_the_device():
-    """They call what is dispatched; a reference has no business in what serves or trains."""
+    """They call what is dispatched."""
     for path, source in (sources(ROOT / "sglang_dspark") | sources(ROOT / "training")).items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dspark_kernels"):
                 assert node.module == "dspark_kernels", f"{path}: the package's own names are its public face"
-                assert not [alias.name for alias in node.names if alias.name.endswith("_ref")], path
 
 
 def host_functions():

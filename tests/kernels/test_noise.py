@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from dspark_kernels import Purpose, RoundKeys, exponential, philox4x32, uniform
+from dspark_kernels.noise import Purpose, exponential, philox4x32, uniform
 from scipy import stats
 
 ALPHA = 1e-4
@@ -37,14 +37,6 @@ def test_every_part_of_the_key_changes_the_value():
     ]
     values = torch.cat(values)
     assert values.unique().numel() == values.numel() == 4 * 5 * len(Purpose) * 6 * 5
-
-
-def test_step_and_purpose_may_be_tensors():
-    keys, step = torch.arange(4), 2**33 + 5
-    purposes = torch.tensor([Purpose.RESIDUAL, Purpose.BONUS, Purpose.RESIDUAL, Purpose.BONUS])
-    mixed = uniform(1, torch.tensor(step), keys, torch.tensor([0, 1, 2, 3]), purposes)
-    for i in range(4):
-        assert mixed[i] == uniform(1, step, keys[i : i + 1], i, int(purposes[i]))
 
 
 def test_uniform_is_uniform_with_53_bits():
@@ -98,12 +90,3 @@ def test_request_seed_equal_to_engine_seed_shares_no_counter(monkeypatch):
         uniform(0, torch.arange(3)[:, None, None], torch.arange(40)[:, None], torch.arange(8), purpose)
     for one, other in itertools.combinations(counters, 2):
         assert not one & other
-
-
-def test_round_keys_take_selects_requests():
-    keys = RoundKeys(1, 2, torch.tensor([5, 6, 7]), torch.tensor([50, 60, 70]))
-    index = torch.tensor([2, 0])
-    taken = keys.take(index)
-    assert taken.positions.tolist() == [70, 50]
-    assert torch.equal(taken.block_uniform(3, Purpose.DRAFT), keys.block_uniform(3, Purpose.DRAFT)[index])
-    assert torch.equal(taken.uniform(1, Purpose.BONUS), keys.uniform(1, Purpose.BONUS)[index])

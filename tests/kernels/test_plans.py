@@ -5,26 +5,20 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from dspark_kernels import (
-    CommitRows,
     PlanNumbers,
     PreparedStep,
     StepRequests,
     VerifyRows,
-    kv_inject,
     plan_staged,
-    plan_staged_ref,
     plan_top,
-    plan_top_ref,
     plan_uniform,
-    plan_uniform_ref,
     prepare,
-    prepare_ref,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from target_distribution import pairwise
 
-from sglang_dspark.step.selection import TopDrafts, top_prefixes
+from sglang_dspark.step.selection import top_prefixes
 
 SIZES = [(1, 1), (1, 16), (3, 5), (17, 1), (17, 16), (130, 5)]
 FIELDS = [field.name for field in fields(VerifyRows)]
@@ -89,7 +83,7 @@ def check_top(survival, budget, requests, num_tokens, num_real):
     fitting = min(int(budget), num_tokens - num_real)
     lens = top_prefixes(survival[:num_real].cpu(), fitting).tolist()
     expected = flattened(lens, drafts, requests, num_tokens, depth)
-    for form in (plan_top, plan_top_ref):
+    for form in (plan_top, plan_top.reference):
         assert_same(form(survival, budget, drafts, requests, num_tokens), expected)
         assert_same(form(survival[:num_real], budget, drafts, requests, num_tokens), expected)
 
@@ -136,7 +130,7 @@ def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
     ]
     for predicted, used, numbers, lens in plans:
         expected = padded_slots(flattened(lens, drafts, requests, num_tokens, depth), spare)
-        for form in (plan_staged, plan_staged_ref):
+        for form in (plan_staged, plan_staged.reference):
             out = VerifyRows.empty(bs + spare, num_tokens, device)
             given = torch.tensor(numbers, device=device)
             assert form(predicted, used, given, drafts, requests, out) is out
@@ -150,7 +144,7 @@ def test_the_largest_batch_and_one_that_is_left_to_torch(device):
         out, drafts = VerifyRows.empty(bs, 4096, device), drafts_of(bs, depth, device)
         weights = torch.linspace(0.2, 1, bs, device=device)
         plan_staged(survival, weights, torch.tensor([budget, -1, -1], device=device), drafts, requests, out)
-        assert_same(out, plan_top_ref(survival * weights[:, None], budget, drafts, requests, 4096))
+        assert_same(out, plan_top.reference(survival * weights[:, None], budget, drafts, requests, 4096))
 
 
 @pytest.mark.parametrize("num_real", [1, 12, 17])
@@ -175,7 +169,7 @@ def test_signed_zeros_tie_and_infinities_come_first(device):
 
 def check_uniform(verify_len, drafts, requests, num_tokens, num_real, depth):
     expected = flattened([verify_len] * num_real, drafts, requests, num_tokens, depth)
-    for form in (plan_uniform, plan_uniform_ref):
+    for form in (plan_uniform, plan_uniform.reference):
         assert_same(form(verify_len, drafts, requests, num_tokens), expected)
 
 
@@ -186,16 +180,6 @@ def test_uniform_verifies_as_many_drafts_of_everyone(bs, verify_len, device):
     requests = step_requests(bs, 16, device)
     for spare in (0, 7):
         check_uniform(verify_len, drafts, requests, bs * (verify_len + 1) + spare, bs, verify_len)
-
-
-@pytest.mark.parametrize(("bs", "depth"), SIZES)
-def test_given_lengths(bs, depth, device):
-    lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
-    requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
-    expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
-    assert_same(TopDrafts.of_lengths(lens.to(device), depth).rows(requests, drafts, None), expected)
-    none = TopDrafts.of_lengths(torch.zeros_like(lens).to(device), depth).rows(requests, drafts, None)
-    assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 
 @pytest.mark.slow
@@ -213,53 +197,12 @@ def test_any_small_plan(data):
     check_top(survival, budget, step_requests(bs, depth, device, num_real), num_tokens, num_real)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
-def test_a_captured_step_follows_its_buffers(device):
-    num_slots, depth, tier = 24, 5, 80
-    staged = PreparedStep.empty(num_slots, depth, device)
-    survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
-    weights = torch.ones(num_slots, device=device)
-    accepted, out = torch.zeros(num_slots, device=device).long(), VerifyRows.empty(num_slots, tier, device)
-    layers, heads, head_dim = 2, 3, 64
-    pools = [torch.zeros(layers, 4000, heads, head_dim, device=device) for _ in range(2)]
-    projected = torch.randn(tier, layers * 2 * heads * head_dim, device=device)
-    norm, inv_freq = torch.ones(layers, head_dim, device=device), torch.ones(head_dim // 2, device=device)
-    table = torch.randint(1, 4000, (num_slots + 2, 60), device=device, dtype=torch.int32)
-
-    def step():
-        plan = plan_staged(survival, weights, staged.numbers, drafts, staged.requests(table), out)
-        kept = CommitRows(plan.columns, plan.requests, accepted)
-        kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
-        return plan
-
-    prepare(step_requests(1, depth, device), depth, 0, staged)
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan = step()
-    for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
-        requests = replace(step_requests(bs, depth, device), req_to_token=table)
-        prepare(requests, depth, 0, staged, PlanNumbers(allowed))
-        weights.copy_(torch.rand(num_slots))
-        accepted.fill_(1)
-        for pool in pools:
-            pool.zero_()
-        graph.replay()
-        expected = plan_top_ref(survival * weights[:, None], allowed, drafts, staged.requests(table), tier)
-        for name in FIELDS:
-            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
-        written = (pools[0] != 0).flatten(2).any(-1).any(0).nonzero().squeeze(1)
-        committed = plan.slots[CommitRows(plan.columns, plan.requests, accepted).kept()]
-        assert torch.equal(written, committed.unique())
-
-
 MASK = 77
 
 
 @pytest.mark.parametrize(
     ("sizes", "gamma", "form"),
-    pairwise([(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)], [1, 5, 7, 16], [prepare, prepare_ref]),
+    pairwise([(1, 1), (3, 3), (3, 8), (17, 40), (130, 130)], [1, 5, 7, 16], [prepare, prepare.reference]),
 )
 def test_every_request_is_laid_out_and_slots_without_one_are_padded(sizes, gamma, form, device):
     bs, num_slots = sizes

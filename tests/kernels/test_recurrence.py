@@ -6,16 +6,7 @@ Values are compared with those of SGLang's own kernels.
 import pytest
 import torch
 import triton.language as tl
-from dspark_kernels import (
-    causal_conv_rows,
-    causal_conv_rows_ref,
-    commit_conv_windows,
-    commit_conv_windows_ref,
-    commit_gated_delta,
-    commit_gated_delta_ref,
-    gated_delta,
-    gated_delta_ref,
-)
+from dspark_kernels import causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta
 from dspark_kernels.recurrence import causal_conv_rows as module
 from recurrent_rows import Rows, part, replayed, served
 from sglang.kernels.ops.attention.fla import fused_recurrent
@@ -24,7 +15,7 @@ from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
 HEADS, DIMS = (2, 4), (5, 3)
 LENS, SLOTS = [3, 0, 1, 4], [4, 2, -1, 1]
 TOL = {"atol": 2e-6, "rtol": 2e-5}  # float32 sums of up to 40 products, in another order
-FORMS = [(gated_delta_ref, commit_gated_delta_ref), (gated_delta, commit_gated_delta)]
+FORMS = [(gated_delta.reference, commit_gated_delta.reference), (gated_delta, commit_gated_delta)]
 BOTH = pytest.mark.parametrize("forms", FORMS, ids=["reference", "kernel"])
 
 
@@ -95,7 +86,7 @@ def test_parts_of_wider_rows_and_slots_that_lie_apart(forms, device):
 
 
 CONV_LENS, CONV_SLOTS = [3, 0, 1, 5, 2], [4, 2, -1, 1, 3]
-CONV_FORMS = [(causal_conv_rows_ref, commit_conv_windows_ref), (causal_conv_rows, commit_conv_windows)]
+CONV_FORMS = [(causal_conv_rows.reference, commit_conv_windows.reference), (causal_conv_rows, commit_conv_windows)]
 BOTH_CONVS = pytest.mark.parametrize("forms", CONV_FORMS, ids=["reference", "kernel"])
 
 

@@ -18,8 +18,8 @@ from dspark_kernels import (
     RoundKeys,
     SamplingBatch,
     Windows,
-    accept_ref,
-    draft_block_ref,
+    accept,
+    draft_block,
 )
 from scipy import stats
 from step_tables import make_table
@@ -68,7 +68,7 @@ class ConfidentPair:
     def draft(self, anchors: torch.Tensor, step: int) -> DraftBlock:
         """A block per request; its confidences are logits of the overlap."""
         bs = len(anchors)
-        block = draft_block_ref(
+        block = draft_block.reference(
             self._base_logits.expand(bs, -1, -1),
             torch.zeros(bs, GAMMA, 2),
             anchors,
@@ -92,7 +92,7 @@ class ConfidentPair:
         logits = self.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
         indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
         rows, keys = self._rows(len(lens)), self.keys(len(lens), step)
-        return accept_ref(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
+        return accept.reference(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
 
     def distribution_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
         """Chi-square: does every emitted token [n, gamma + 1] follow the target, given the token before it?

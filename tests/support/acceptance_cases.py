@@ -17,8 +17,8 @@ from dspark_kernels import (
     SamplingBatch,
     Windows,
     accept,
-    accept_ref,
 )
+from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from literal import Request, batch_of
 
 SEED, STEP = 2**63 + 12345, (7 << 32) + 99  # all words of the key and the counter in use

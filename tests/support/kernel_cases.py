@@ -137,14 +137,6 @@ def window_attention(form, made):
     return [form(q, (k, v), pool, windows, causal=True, scale=0.25, splits=splits) for splits in (1, 2)]
 
 
-@case(tolerance={torch.float32: {"atol": 2e-6, "rtol": 2e-6}})
-def block_attention(form, made):
-    table, rows, lens, pool = contexts(made)
-    q, k, v = (made.rand(12, heads, 16, real=8) for heads in (4, 2, 2))
-    attend = form(StepRequests(lens, lens, rows, table), 4, heads_per_kv=2, dtype=q.dtype, scale=0.25)
-    return [attend(q, k, v, pool, None)[:8]]
-
-
 # ---- drafting
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from canonical_drafter import heads_of
-from dspark_kernels import Adjustment, Purpose, RoundKeys, SamplingBatch, exponential, uniform
+from dspark_kernels import Adjustment, RoundKeys, SamplingBatch
+from dspark_kernels.noise import Purpose, exponential, uniform
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -22,7 +22,7 @@ from sglang_dspark.worker import kernel_comparison, warm_up
 from sglang_dspark.worker.self_check import SelfCheck
 
 SLOTS = 400
-CALL_OTHERS = dict.fromkeys(("block_attention", "partial_attention", "forward_block_fused"), 10**6) | {"draft_block": 3}
+CALL_OTHERS = dict.fromkeys(("block_attention", "forward_block_fused"), 10**6) | {"draft_block": 3}
 """Functions whose kernels call other functions, and how often these calls are made."""
 
 

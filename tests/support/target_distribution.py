@@ -15,17 +15,8 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
-from dspark_kernels import (
-    ASKED_ROWS,
-    KIND_ROWS,
-    MOST_MATCH,
-    NUM_ROWS,
-    USUAL,
-    Adjustment,
-    SamplingBatch,
-    SecondTexts,
-    target_probs,
-)
+from dspark_kernels import ASKED_ROWS, KIND_ROWS, MOST_MATCH, NUM_ROWS, USUAL, Adjustment, SamplingBatch, SecondTexts
+from dspark_kernels.sampling import target_probs
 from golden_server import CASES, generate
 from stage_loop import NO_CHAINS
 from step_tables import make_table

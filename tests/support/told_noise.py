@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dspark_kernels import Purpose, RoundKeys
+from dspark_kernels import RoundKeys
+from dspark_kernels.noise import Purpose
 
 
 @dataclass

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, FilterParams
-from dspark_kernels.sampling import target_probs
+from dspark_kernels import Adjustment
+from dspark_kernels.sampling import FilterParams, target_probs
 from golden_server import DRAFT
 from literal import literal_adjust
 from stage_loop import StageLoop

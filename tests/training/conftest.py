@@ -85,11 +85,6 @@ def make_drafter(target: Target) -> Callable[[TrainConfig], DraftModel]:
     return make
 
 
-@pytest.fixture
-def random_drafter(make_drafter: Callable[[TrainConfig], DraftModel], config: TrainConfig) -> DraftModel:
-    return make_drafter(config)
-
-
 @pytest.fixture(scope="session")
 def trainer_in(target: Target, rows: list[StoredText], config: TrainConfig) -> Callable[..., Trainer]:
     """Makes a trainer of the six texts, which are also held out, in a folder."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from click.testing import CliRunner
-from dspark_training import command
+from dspark_training import command, pipeline
 from dspark_training.command import train
 from dspark_training.options import Flag, SectionedCommand, settings_options, taken
 from dspark_training.settings import TextPlan, TrainConfig
@@ -111,9 +111,6 @@ def test_an_interrupted_run_and_the_texts_of_another_one(train_here, tmp_path, m
     model = load_draft_model(tmp_path / "second/draft", dtype=torch.float32, device="cpu")
     assert model.embed_tokens is not None and model.lm_head is not None and model.confidence_head is None
     assert (model.config.markov_head_type, model.config.num_hidden_layers) == ("rnn", 2)
-    result = train_here("third", "--corpus", corpus)
-    assert result.exit_code == 1
-    assert re.search(r"--max-tokens 12: the texts in \S+ were begun with 13; drop the option", result.output)
 
 
 def dying_in_call(number, function):
@@ -137,10 +134,6 @@ def test_losses_schedules_and_vocabularies_are_options(train_here, tmp_path):
     assert (config["schedule"], config["gradient_accumulation"], config["draft_vocabulary"]) == ("linear", 2, 20)
     assert (config["loss"]["ce"], config["loss"]["l1"]) == (1.0, 0.0)
     assert len(json.loads((tmp_path / "run/draft/draft_vocabulary.json").read_text())["token_ids"]) == 20
-    for option, value in (("--position-decay", 0), ("--warmup-share", 1), ("--grad-clip", 0), ("--patience", 0)):
-        result = train_here("other", option, value)
-        assert result.exit_code == 2
-        assert f"Invalid value for '{option}'" in result.output
 
 
 @pytest.mark.slow
@@ -183,7 +176,6 @@ def test_a_run_from_a_drafter_takes_its_shape(train_here, tmp_path):
 
 REFUSED = {
     "more held out than there is": (("--held-out", 10), "--held-out 10: of 10 prompts, 10 are distinct"),
-    "taps beyond the target": (("--taps", "1,5"), "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]"),
     "no list": (("--taps", "1;2"), "'1;2' is not a list of numbers such as 1,2,3"),
     "no JSON": (("--chat-template-kwargs", "thinking"), "'thinking' is not a JSON object"),
     "a stop token as mask": (("--mask-token-id", 1), "--mask-token-id 1 ends an answer; drop the flag"),
@@ -209,7 +201,8 @@ def test_refusals_name_the_option_and_the_remedy(case, train_here, monkeypatch):
 def test_taps_are_checked_before_the_target_is_loaded(train_here, monkeypatch):
     monkeypatch.setattr(Target, "from_pretrained", None)
     result = train_here("run", "--taps", "1,5")
-    assert (result.exit_code, "target_layer_ids=[1, 5]" in result.output) == (1, True)
+    assert result.exit_code == 1
+    assert "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]" in result.output
 
 
 @pytest.mark.slow
@@ -226,9 +219,9 @@ def test_a_target_that_is_not_there_or_has_no_chat_template(train_here):
 def test_a_file_gets_a_line_now_and_then_and_a_terminal_none(monkeypatch):
     """A bar is drawn only on terminals; hours without a word look like a program that hangs."""
     clock = iter([0.0, 1.0, 29.0, 31.0, 32.0])
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: next(clock))
     console = Console(file=io.StringIO(), width=200)
-    display = command._RichDisplay(console)
+    display = pipeline.Display(console)
     for done in range(4):
         display.progress("training", done, 10, "loss 2.0")
     display.progress("measuring", 0, 5)

@@ -308,12 +308,6 @@ def test_tokens_that_are_not_the_targets(server):
         write(server, [[3]], [0.0])
 
 
-def test_nobody_answers(server):
-    writer = ServerWriter("http://127.0.0.1:9", frozenset(), 64, concurrency=1)
-    with pytest.raises(ConfigError, match=r"--server http://127\.0\.0\.1:9: .*check that an SGLang server"):
-        writer.write([[3]], [0.0], 4, 0)
-
-
 PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 33, 41], [60, 4], [12, 13, 14, 15, 16]]
 
 

@@ -137,8 +137,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
 @pytest.fixture
-def finished(random_drafter, tmp_path):
-    save_draft_model(random_drafter, tmp_path / "finished", include_embeddings=False)
+def finished(make_drafter, config, tmp_path):
+    save_draft_model(make_drafter(config), tmp_path / "finished", include_embeddings=False)
     return InitialDrafter.load(str(tmp_path / "finished"))
 
 
@@ -229,14 +229,19 @@ def test_drafters_of_other_targets_and_of_none_are_refused(finished, target):
         initial_config("/nowhere/drafter", target.config)
 
 
-def test_first_layer_heads_read_one_row_at_a_fixed_distance(target, rows, config):
-    """With 64 channels per head: the tiny target's 8 hold too few frequencies to tell positions apart."""
-    draft_config = replace(config.draft_config(target.model.config), head_dim=64, num_key_value_heads=2)
+def initialised(draft_config, target, features):
+    """A drafter that a run begins with."""
     model = DraftModel(draft_config, own_embedding=False, own_lm_head=False)
     model.bind_target(target.embed_weight, target.lm_head_weight)
-    features = torch.cat([row.features for row in rows])
     initialise(model, target, features, torch.Generator().manual_seed(0))
+    return model
 
+
+def test_first_layer_heads_read_one_row_at_a_fixed_distance(target, rows, config):
+    """With 64 channels per head: the tiny target's 8 hold too few frequencies to tell positions apart."""
+    features = torch.cat([row.features for row in rows])
+    draft_config = replace(config.draft_config(target.config), head_dim=64, num_key_value_heads=2)
+    model = initialised(draft_config, target, features)
     context_len = 18
     with torch.no_grad():
         k_ctx, _ = model.context_kv(model.project_context(features[:context_len]), torch.arange(context_len))
@@ -260,18 +265,13 @@ def test_first_layer_heads_read_one_row_at_a_fixed_distance(target, rows, config
 def test_convolutions_start_by_changing_nothing(target, rows, config):
     hidden = []
     for convolved in (config, replace(config, conv_kernel_size=3, conv_group_size=8)):
-        model = DraftModel(convolved.draft_config(target.config), own_embedding=False, own_lm_head=False)
-        model.bind_target(target.embed_weight, target.lm_head_weight)
-        initialise(model, target, rows[0].features, torch.Generator().manual_seed(0))
+        model = initialised(convolved.draft_config(target.config), target, rows[0].features)
         context = context_kv(model, rows[0].features[None])
         hidden.append(block_hidden(model, *context, torch.tensor([[9]]), rows[0].input_ids[None, 9:10]))
     assert torch.equal(*hidden)
 
 
 def test_markov_biases_start_at_zero_and_embeddings_do_not(target, rows, config):
-    model = DraftModel(config.draft_config(target.model.config), own_embedding=False, own_lm_head=False)
-    model.bind_target(target.embed_weight, target.lm_head_weight)
-    features = torch.cat([row.features for row in rows])
-    initialise(model, target, features, torch.Generator().manual_seed(0))
+    model = initialised(config.draft_config(target.config), target, torch.cat([row.features for row in rows]))
     assert not model.markov_head.markov_w2.weight.any()
     torch.testing.assert_close(model.markov_head.markov_w1.weight.square().mean(), torch.tensor(1.0), atol=1e-3, rtol=0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from canonical_drafter import config_json, random_tensors
-from dspark_kernels import StepRequests, block_attention, kernels_anywhere
+from dspark_kernels import StepRequests, kernels_anywhere
 from golden_server import CASES
 from literal import LiteralDraft
 from reference_decoding import attend_dense, block_mask
@@ -22,7 +22,7 @@ from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.worker.buffers import MAX_SAMPLED, MAX_TOKENS, Tiers, at_least
-from sglang_dspark.worker.draft_attention import partial_attention
+from sglang_dspark.worker.draft_attention import block_attention
 
 NUM_TOKENS = 12
 
@@ -239,7 +239,7 @@ def step_of(device):
 
 
 def check(form, shown, device, sinks=None):
-    """Compare blocks that see what ``shown`` says; all of them see everything where it is None."""
+    """Compare blocks that see what ``shown`` says."""
     requests = step_of(device)
     generator = torch.Generator().manual_seed(1)
 
@@ -247,25 +247,26 @@ def check(form, shown, device, sinks=None):
         return torch.randn(rows, heads, HEAD_DIM, generator=generator).to(device)
 
     pool = rand(241, KV_HEADS), rand(241, KV_HEADS)
+    for cached in pool:
+        cached[0] = torch.nan  # the slot of padding
     rows = len(PREFIXES) * ATTENTION_SLOTS
     q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
     how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
-    found = form(requests, ATTENTION_SLOTS, *(() if shown is None else (shown,)), **how)(q, k, v, pool, sinks)
+    found = form(requests, ATTENTION_SLOTS, shown, **how)(q, k, v, pool, sinks)
     for request, prefix in enumerate(PREFIXES):
         own = slice(request * ATTENTION_SLOTS, (request + 1) * ATTENTION_SLOTS)
         places = requests.req_to_token[requests.req_pool_indices[request], :prefix].long()
         keys, values = (torch.cat((cached[places], x[own])) for cached, x in zip(pool, (k, v), strict=True))
-        seen = block_mask(shown or Visibility(), prefix, ATTENTION_SLOTS).to(device)
+        seen = block_mask(shown, prefix, ATTENTION_SLOTS).to(device)
         expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen, sinks=sinks)
         torch.testing.assert_close(found[own], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-@pytest.mark.parametrize("visibility", [None, *KINDS.values()], ids=["whole blocks", *KINDS])
+@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS)
 def test_blocks_see_what_their_layer_shows(visibility, kernels):
     """Sinks take their share of every head."""
-    function = block_attention if visibility is None else partial_attention
-    form, device = (function.kernel, DEVICE) if kernels else (function.reference, "cpu")
+    form, device = (block_attention.kernel, DEVICE) if kernels else (block_attention.reference, "cpu")
     for sinks in (None, torch.linspace(-1, 4, HEADS, device=device)):
         check(form, visibility, device, sinks)
 
@@ -274,9 +275,9 @@ def test_a_layout_for_kernels_reads_no_length():
     """So that it can be captured: tensors of the device "meta" have no values to be read."""
     how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
     for visibility in KINDS.values():
-        partial_attention.kernel(step_of("meta"), ATTENTION_SLOTS, visibility, **how)
+        block_attention.kernel(step_of("meta"), ATTENTION_SLOTS, visibility, **how)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        partial_attention.reference(step_of("meta"), ATTENTION_SLOTS, KINDS["window from the slot"], **how)
+        block_attention.reference(step_of("meta"), ATTENTION_SLOTS, KINDS["window from the slot"], **how)
 
 
 WINDOWS = {"sinks": (5, 2), "no sink": (5, 0), "one row": (1, 0), "all of most": (25, 4), "wider than any": (40, 3)}

@@ -35,16 +35,13 @@ class AnchorBatch:
         return torch.cat([self.anchor_ids[..., None], self.labels[..., :-1]], dim=-1)
 
 
-def candidate_anchors(row_len: int, prompt_len: int) -> range:
-    """Return positions t with t and t+1 both in the answer; so the last prompt token is never an anchor."""
-    return range(prompt_len, row_len - 1)
-
-
 def sample_anchors(row: Text, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """Return at most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[n]``."""
-    candidates = candidate_anchors(len(row.input_ids), row.prompt_len)
-    chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
-    return chosen.sort().values + candidates.start
+    """Return at most `num_anchors` anchors of `row`, uniform without replacement, ascending: ``[n]``.
+
+    They and the tokens after them are in the answer; so the last prompt token is never an anchor.
+    """
+    num_candidates = max(0, len(row.input_ids) - 1 - row.prompt_len)
+    return torch.randperm(num_candidates, generator=generator)[:num_anchors].sort().values + row.prompt_len
 
 
 def collate(rows: Sequence[Text], anchors: Sequence[Tensor], states: TargetStates, gamma: int) -> AnchorBatch:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,7 +17,6 @@ from sglang_dspark.tools.cli.options import Numbers, chat_template_kwargs_option
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from rich.console import Console
     from rich.table import Table
 
     from dspark_training.pipeline import Evaluation, TrainJob
@@ -27,7 +25,6 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 _CONCURRENCY = 64
-_TOLD_EVERY_S = 30.0  # in a file
 # The other processes wait while the first one lets the target write its texts.
 _PATIENCE = timedelta(days=30)
 
@@ -93,7 +90,7 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     console = Console(highlight=False, quiet=not accelerator.is_main_process)
     if log_with is not None:
         accelerator.init_trackers("tracker")
-    with _RichDisplay(console) as display:
+    with pipeline.Display(console) as display:
         evaluation = pipeline.train(job, display, accelerator)
     accelerator.end_training()
     console.print(_evaluation_table(evaluation))
@@ -157,40 +154,3 @@ def _evaluation_table(evaluation: Evaluation) -> Table:
     for position, values in enumerate(zip(*columns, strict=True), start=1):
         table.add_row(str(position), *(f"{value:.3f}" for value in values))
     return table
-
-
-class _RichDisplay:
-    """One bar per stage; lines that stay above them. Where there is no terminal, a line now and then."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        bar, note = BarColumn(bar_width=16), TextColumn("{task.fields[note]}")
-        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn(), note)
-        self._bars = Progress(*columns, console=console)
-        self._console = console
-        self._stage = ""
-        self._told_at = float("-inf")
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """See `pipeline.Display`."""
-        if stage != self._stage:
-            self._stage = stage
-            self._told_at = float("-inf")
-            self._task = self._bars.add_task(stage, total=total, note=note)
-        self._bars.update(self._task, completed=done, total=total, note=note)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._told_at >= _TOLD_EVERY_S:
-            self._told_at = now
-            self.say(f"{stage}: {done} of {total} {note}".rstrip())
-
-    def say(self, text: str) -> None:
-        """See `pipeline.Display`."""
-        self._console.print(text, soft_wrap=True, markup=False)

@@ -212,7 +212,8 @@ class TextFolder:
         found = given
         if plan.max_prompts is not None and len(found) > plan.max_prompts:
             found = rng.sample(found, plan.max_prompts)
-        found = [turns[: plan.answered_turns] for turns in found]
+        # Plain text has but one turn.
+        found = [turns[: 1 if plan.raw else plan.max_turns] for turns in found]
         if plan.invent:
             found += [(prompt,) for prompt in self._invented(writer, prompt_format, on_progress)]
         distinct = dict.fromkeys(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class InitialDrafter:
         Raises:
             CheckpointError: there is no such drafter, or it does not load.
         """
-        folder = initial_folder(name)
+        folder = local_folder(name, flag="--init", files=DRAFT_FILES)
         model = load_draft_model(folder, dtype=torch.float32, device="cpu")
         tensors = {part: weight for part, weight in model.state_dict().items() if part not in (EMBEDDING, LM_HEAD)}
         ids = model.token_ids
@@ -85,15 +84,6 @@ class InitialDrafter:
         return f"{said}; drawn: {', '.join(drawn[:_NAMED])}{', ...' if len(drawn) > _NAMED else ''}" if drawn else said
 
 
-def initial_folder(name: str) -> Path:
-    """Return where the drafter lies, downloaded if need be.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-    return Path(local_folder(name, flag="--init", files=DRAFT_FILES))
-
-
 def initial_config(name: str, target_config: Any) -> DraftConfig:
     """Return shape and conventions of the drafter, without loading its weights.
 
@@ -104,7 +94,7 @@ def initial_config(name: str, target_config: Any) -> DraftConfig:
         CheckpointError: there is no such checkpoint, or it cannot be read.
         ConfigError: it is a drafter of another target: hidden size or vocabulary differ.
     """
-    config = read_config(initial_folder(name))
+    config = read_config(local_folder(name, flag="--init", files=DRAFT_FILES))
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(config, field), getattr(target_config, field)
         if ours != theirs:

@@ -146,7 +146,7 @@ class _DistributionLoss(torch.autograd.Function):
         selector_top_k: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
-        compute_dtype = _compute_dtype(hidden)
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -156,7 +156,9 @@ class _DistributionLoss(torch.autograd.Function):
             hidden_grad = torch.zeros_like(hidden)
             latents_grad = None if latents is None else torch.empty_like(latents)
             w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
-            for part in _chunks(hidden, len(head)):
+            chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(head))
+            for start in range(0, len(hidden), chunk_rows):
+                part = slice(start, start + chunk_rows)
                 target_logits = F.linear(target_hidden[part].to(compute_dtype), target_head)
                 bias = None if latents is None or w2 is None else (latents[part].to(compute_dtype), w2)
                 for logits, at, factors in _draft_logits(hidden[part], bias, head, labels[part], selector_top_k):
@@ -184,13 +186,6 @@ class _DistributionLoss(torch.autograd.Function):
         return (*scaled, *[None] * 8)
 
 
-def _chunks(hidden: Tensor, v: int) -> Iterator[slice]:
-    """Yield the slots whose logits ``[rows, v]`` are computed together."""
-    chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // v)
-    for start in range(0, len(hidden), chunk_rows):
-        yield slice(start, start + chunk_rows)
-
-
 _Bias = tuple[Tensor, Tensor]
 """Latents ``[rows, r]`` and markov_w2 ``[v, r]``, in the dtype of the logits."""
 
@@ -213,8 +208,3 @@ def _draft_logits(
         logits = torch.full_like(logits, float("-inf")).scatter_(-1, listed, logits.gather(-1, listed))
         labels = labels.where((listed == labels[:, None]).any(-1), -1)
     yield logits, labels, bias
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dspark_training.corpus import TextFolder, Texts
 from dspark_training.initial_drafter import InitialDrafter, initial_config, shape_of
@@ -42,6 +45,7 @@ _MIN_AGREEMENT = 0.9
 _STATES_BATCH_TOKENS = 16_384
 # Of a server of our own, which may have to fetch the target from the hub first.
 _STARTUP_TIMEOUT_S = 7200.0
+_TOLD_EVERY_S = 30.0  # in a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +69,39 @@ class TrainJob:
     given: frozenset[str]  # options that the user set: of the others, `init` decides about the shape
 
 
-class Display(Protocol):
-    """The sink of progress messages."""
+class Display:
+    """One bar per stage; lines that stay above them. Where there is no terminal, a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        bar, note = BarColumn(bar_width=16), TextColumn("{task.fields[note]}")
+        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn(), note)
+        self._bars = Progress(*columns, console=console)
+        self._console = console
+        self._stage = ""
+        self._told_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
 
     def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` of a stage are finished."""
+        if stage != self._stage:
+            self._stage = stage
+            self._told_at = float("-inf")
+            self._task = self._bars.add_task(stage, total=total, note=note)
+        self._bars.update(self._task, completed=done, total=total, note=note)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._told_at >= _TOLD_EVERY_S:
+            self._told_at = now
+            self.say(f"{stage}: {done} of {total} {note}".rstrip())
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,6 @@ class TextPlan:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     seed: Annotated[int, int_range(0)] = 42
 
-    @property
-    def answered_turns(self) -> int | None:
-        """Return the most turns of a conversation that are answered; None = all. Plain text has but one."""
-        return 1 if self.raw else self.max_turns
-
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -153,11 +148,6 @@ class TrainConfig:
         dtype: torch.dtype = getattr(torch, self.compute_dtype)
         return dtype
 
-    @property
-    def num_slots(self) -> int:
-        """Return the slots of a block in the network."""
-        return self.block_size + (not self.sample_from_anchor)
-
     def draft_config(self, target_config: Any) -> DraftConfig:
         """Return the drafter's configuration for a target with this transformers text configuration.
 
@@ -171,7 +161,7 @@ class TrainConfig:
             or getattr(target_config, "intermediate_size", None)
             or 4 * target_config.hidden_size,
             "num_hidden_layers": self.num_layers,
-            "block_size": self.num_slots,
+            "block_size": self.block_size + (not self.sample_from_anchor),  # slots in the network
             "sample_from_anchor": self.sample_from_anchor,
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": self.target_layer_ids,

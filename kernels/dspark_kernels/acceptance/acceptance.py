@@ -21,7 +21,6 @@ cut (with top-k = 20 about 20 of 75), and once more if it cuts a tie; seeds read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,58 +79,14 @@ def accept(
     Raises:
         ValueError: draft and target disagree on the vocabulary or the block.
     """
-    return verify_drafts(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The sampling parameters that the kernels read; a parameter that no request has is None, and costs nothing.
-
-    Attributes:
-        temperatures: [bs] float32, 0 for greedy requests; None when all are greedy.
-        filters: top-k, top-p and min-p; its temperatures and host bounds are not read.
-        seeds: [bs] int64 of the requests that bring their own.
-        is_seeded: [bs] bool, which these are; None exactly when ``seeds`` is.
-        any_sampled: whether any request draws with the engine's noise.
-    """
-
-    temperatures: torch.Tensor | None = None
-    filters: FilterParams | None = None
-    seeds: torch.Tensor | None = None
-    is_seeded: torch.Tensor | None = None
-    any_sampled: bool = False
-
-    @staticmethod
-    def of(rows: SamplingBatch) -> Rules:
-        """Return the rules of ``rows``."""
-        if rows.all_greedy:
-            return Rules()
-        return Rules(
-            temperatures=rows.draw_temperatures,
-            filters=rows.filter_params if rows.any_filter else None,
-            seeds=rows.seeds if rows.any_seeded else None,
-            is_seeded=rows.is_seeded if rows.any_seeded else None,
-            any_sampled=rows.any_sampled,
-        )
-
-
-def verify_drafts(
-    block: DraftBlock,
-    windows: Windows,
-    target_logits: torch.Tensor,  # [N, V]
-    prefix_lens: torch.Tensor,  # [bs] int64
-    rules: Rules,
-    keys: RoundKeys,
-) -> AcceptResult:
-    """Run :func:`accept` with rules that are tensors, so that one CUDA graph serves any batch of a kind."""
-    launches = _Launches(block, windows, target_logits, rules, keys)
+    launches = _Launches(block, windows, target_logits, rows, keys)
     launches.read_rows()
-    if rules.filters is not None:
-        launches.cut(rules.filters)
-    if rules.seeds is not None:
-        launches.draw_seeded(rules.seeds, keys.positions)
-    accepted = launches.verify_drafts(prefix_lens)
-    if rules.temperatures is not None:
+    if rows.any_filter:
+        launches.cut(rows.filter_params)
+    if rows.any_seeded:
+        launches.draw_seeded(rows.seeds, keys.positions)
+    accepted = launches.judge(prefix_lens)
+    if not rows.all_greedy:
         launches.draw(accepted)
     return accepted
 
@@ -140,22 +95,22 @@ class _Launches:
     """The launches of one verification, in their order, and the memory between them."""
 
     def __init__(
-        self, block: DraftBlock, windows: Windows, target_logits: torch.Tensor, rules: Rules, keys: RoundKeys
+        self, block: DraftBlock, windows: Windows, target_logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys
     ) -> None:
         if target_logits.stride(1) != 1:
             raise ValueError("target_logits must have contiguous rows; pass a [N, V] tensor, not its transpose")
-        self._drafts, self._windows, self._logits, self._rules = block.tokens, windows, target_logits, rules
+        self._drafts, self._windows, self._logits = block.tokens, windows, target_logits
         if self._drafts.stride(1) != 1:
             self._drafts = self._drafts.contiguous()
         self.bs, self.gamma = self._drafts.shape
         num_rows, vocab_size = target_logits.shape
-        self._sampled = rules.temperatures is not None
-        self._tile = _tile(_STATS_TILE if rules.filters is None and rules.seeds is None else _FINE_TILE, vocab_size)
+        self._sampled, self._filtered, self._seeded = not rows.all_greedy, rows.any_filter, rows.any_seeded
+        self._tile = _tile(_FINE_TILE if self._filtered or self._seeded else _STATS_TILE, vocab_size)
         tiles = self._num_tiles = triton.cdiv(vocab_size, self._tile)
         self._row_args: dict[str, Any] = {
             "logits_ptr": target_logits,
             "indptr_ptr": windows.indptr,
-            "temperatures_ptr": rules.temperatures,
+            "temperatures_ptr": rows.draw_temperatures if self._sampled else None,
             "row_stride": target_logits.stride(0),
             "vocab_size": vocab_size,
         }
@@ -165,18 +120,17 @@ class _Launches:
             "tile_sum_ptr": self._floats(num_rows, tiles) if self._sampled else None,
             "num_tiles": tiles,
         }
-        filtered, seeded = rules.filters is not None, rules.seeds is not None
         self._cut_args: dict[str, Any] = {
-            "cut_ptr": self._floats(num_rows) if filtered else None,
-            "last_ptr": self._ints(num_rows) if filtered else None,
+            "cut_ptr": self._floats(num_rows) if self._filtered else None,
+            "last_ptr": self._ints(num_rows) if self._filtered else None,
         }
-        self._row_log_masses = self._floats(num_rows) if filtered else None
+        self._row_log_masses = self._floats(num_rows) if self._filtered else None
         self._seed_args: dict[str, Any] = {
-            "is_seeded_ptr": None if rules.is_seeded is None else rules.is_seeded.view(torch.uint8),
-            "seeded_speed_ptr": self._floats(num_rows, tiles) if seeded else None,
-            "seeded_token_ptr": self._ints(num_rows, tiles) if seeded else None,
+            "is_seeded_ptr": rows.is_seeded.view(torch.uint8) if self._seeded else None,
+            "seeded_speed_ptr": self._floats(num_rows, tiles) if self._seeded else None,
+            "seeded_token_ptr": self._ints(num_rows, tiles) if self._seeded else None,
         }
-        self._draft_args = _draft_args(self._drafts, block, rules, vocab_size)
+        self._draft_args = _draft_args(self._drafts, block, rows, vocab_size)
         self._noise_args: dict[str, Any] = {
             "seed": keys.signed_seed,
             "step_ptr": keys.device_step if self._sampled else None,
@@ -240,12 +194,12 @@ class _Launches:
             tile_max_ptr=self._tile_args["tile_max_ptr"],
             num_tiles=self._num_tiles,
             gamma=self.gamma,
-            HAS_FILTER=self._rules.filters is not None,
+            HAS_FILTER=self._filtered,
             TILE=self._tile,
             BLOCK_T=triton.next_power_of_2(self._num_tiles),
         )
 
-    def verify_drafts(self, prefix_lens: torch.Tensor) -> AcceptResult:
+    def judge(self, prefix_lens: torch.Tensor) -> AcceptResult:
         """Return the outcome, except the next tokens of sampled requests."""
         drafts, bs = self._drafts, self.bs
         lens, bonus, new_seq_lens = (drafts.new_empty(bs) for _ in range(3))
@@ -266,8 +220,8 @@ class _Launches:
             out_tokens_ptr=accepted.out_tokens,
             new_seq_lens_ptr=new_seq_lens,
             SAMPLED=self._sampled,
-            HAS_FILTER=self._rules.filters is not None,
-            HAS_SEEDS=self._rules.seeds is not None,
+            HAS_FILTER=self._filtered,
+            HAS_SEEDS=self._seeded,
             BLOCK_S=triton.next_power_of_2(self.gamma + 1),
             BLOCK_T=triton.next_power_of_2(self._num_tiles),
         )
@@ -287,7 +241,7 @@ class _Launches:
             "tile_mass_ptr": self._floats(self.bs, tiles),
             "target_tile_mass_ptr": self._floats(self.bs, tiles),
             "num_tiles": tiles,
-            "HAS_FILTER": self._rules.filters is not None,
+            "HAS_FILTER": self._filtered,
             "TILE": tile,
         }
         mass_kernel[self.bs, tiles](**shared)
@@ -301,15 +255,15 @@ class _Launches:
         )
 
 
-def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
+def _draft_args(drafts: torch.Tensor, block: DraftBlock, rows: SamplingBatch, vocab_size: int) -> dict[str, Any]:
     """Return the drafts' tensors that kernels read."""
     gamma = drafts.shape[1]
-    distribution, copied = (block.distribution, block.copied) if rules.any_sampled and gamma else (None, None)
+    distribution = block.distribution if rows.any_sampled and gamma else None
     if distribution is not None:
         distribution.check(drafts, vocab_size)
         if not distribution.scores.is_contiguous():
             raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
-    copied = None if distribution is None else copied
+    copied = None if distribution is None else block.copied
     return {
         "draft_tokens_ptr": drafts,
         "drafts_stride": drafts.stride(0),

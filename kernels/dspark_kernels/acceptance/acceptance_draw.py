@@ -21,43 +21,6 @@ _MIN_RESIDUAL_MASS = tl.constexpr(MIN_RESIDUAL_MASS)
 
 
 @triton.jit
-def _removed_mass(
-    target,
-    draft_tokens_ptr,  # of the request
-    scores_ptr,  # of the slot
-    log_norms_ptr,
-    columns_ptr,
-    copied_ptr,
-    slot,
-    drawn,
-    tokens,
-    in_vocab,
-    subtract,
-    HAS_DISTRIBUTION: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
-    HAS_COPIED: tl.constexpr,
-):
-    """Return what a rejection takes off p_t at ``tokens``: p_d, or all of a copied token; 0 without a rejection.
-
-    What belongs to a draft is read after a rejection only, where slot < gamma.
-    """
-    rejected = tl.load(draft_tokens_ptr + slot, mask=subtract, other=-1)
-    removed = tl.where(tokens == rejected, target, 0.0)  # a copied token has p_d = 1
-    if HAS_DISTRIBUTION:
-        columns = tokens
-        is_drawn = subtract & (slot < drawn)
-        if HAS_COLUMNS:
-            columns = tl.load(columns_ptr + tokens, mask=in_vocab & is_drawn, other=-1)
-        known = in_vocab & is_drawn & (columns >= 0)
-        scores = tl.load(scores_ptr + columns, mask=known, other=float("-inf"))
-        log_norm = tl.load(log_norms_ptr + slot, mask=is_drawn, other=0.0)
-        if HAS_COPIED:
-            is_drawn = is_drawn & (tl.load(copied_ptr + slot, mask=is_drawn, other=0) == 0)
-        removed = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norm), 0.0), removed)
-    return removed
-
-
-@triton.jit
 def _weights(
     request,
     tokens,
@@ -93,22 +56,22 @@ def _weights(
     temperature = tl.load(temperatures_ptr + request)
     base, log_mass = tl.load(base_ptr + request), tl.load(log_mass_ptr + request)
     target = target_mass(logits, base, temperature, log_mass, tokens, cut_ptr, last_ptr, row, slot >= 0, HAS_FILTER)
-    removed = _removed_mass(
-        target,
-        draft_tokens_ptr + request * drafts_stride,
-        scores_ptr + (request * drawn + slot) * scores_stride if HAS_DISTRIBUTION else None,
-        log_norms_ptr + request * drawn if HAS_DISTRIBUTION else None,
-        columns_ptr,
-        copied_ptr + request * drawn if HAS_COPIED else None,
-        slot,
-        drawn,
-        tokens,
-        in_vocab,
-        subtract,
-        HAS_DISTRIBUTION,
-        HAS_COLUMNS,
-        HAS_COPIED,
-    )
+    # What a rejection takes off p_t: p_d, or all of a copied token, which has p_d = 1. What belongs to a draft is read
+    # after a rejection only, where slot < gamma.
+    rejected = tl.load(draft_tokens_ptr + request * drafts_stride + slot, mask=subtract, other=-1)
+    removed = tl.where(tokens == rejected, target, 0.0)
+    if HAS_DISTRIBUTION:
+        columns = tokens
+        is_drawn = subtract & (slot < drawn)
+        if HAS_COLUMNS:
+            columns = tl.load(columns_ptr + tokens, mask=in_vocab & is_drawn, other=-1)
+        known = in_vocab & is_drawn & (columns >= 0)
+        place = request * drawn + slot
+        scores = tl.load(scores_ptr + place * scores_stride + columns, mask=known, other=float("-inf"))
+        log_norm = tl.load(log_norms_ptr + place, mask=is_drawn, other=0.0)
+        if HAS_COPIED:
+            is_drawn = is_drawn & (tl.load(copied_ptr + place, mask=is_drawn, other=0) == 0)
+        removed = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norm), 0.0), removed)
     # Comparisons with NaN are false.
     return tl.where(target > removed, target - removed, 0.0), tl.where(target > 0, target, 0.0)
 

@@ -81,37 +81,6 @@ def target_mass(
 
 
 @triton.jit
-def _draft_mass(
-    scores_ptr,  # of the request's slots
-    log_norms_ptr,
-    columns_ptr,
-    copied_ptr,
-    slots,
-    tokens,
-    mask,
-    drawn,
-    scores_stride,
-    HAS_DISTRIBUTION: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
-    HAS_COPIED: tl.constexpr,
-):
-    """p_d of the drafts ``tokens`` in ``slots``; 1 for copied ones, as are those from slot ``drawn`` on."""
-    mass = tl.full(slots.shape, 1.0, tl.float32)
-    if HAS_DISTRIBUTION:
-        columns = tokens
-        is_drawn = mask & (slots < drawn)
-        if HAS_COLUMNS:
-            columns = tl.load(columns_ptr + tokens, mask=is_drawn, other=-1).to(tl.int64)
-        known = is_drawn & (columns >= 0)
-        scores = tl.load(scores_ptr + slots * scores_stride + columns, mask=known, other=float("-inf"))
-        log_norms = tl.load(log_norms_ptr + slots, mask=is_drawn, other=0.0)
-        if HAS_COPIED:
-            is_drawn = is_drawn & (tl.load(copied_ptr + slots, mask=is_drawn, other=0) == 0)
-        mass = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norms), 0.0), mass)
-    return mass
-
-
-@triton.jit
 def _seeded_choices(speed_ptr, token_ptr, offsets, mask, choices, vocab_size):
     """Return the tokens that seeds draw; a row without a winner is no distribution (NaN), and keeps its argmax."""
     speeds = tl.load(speed_ptr + offsets, mask=mask, other=-1.0)
@@ -211,23 +180,22 @@ def judge_kernel(
         kept_mass = target_mass(
             logits, base, temperature, log_masses, tokens, cut_ptr, last_ptr, rows, filtered, HAS_FILTER
         )
-        draft_mass = _draft_mass(
-            scores_ptr + request * drawn * scores_stride if HAS_DISTRIBUTION else None,
-            log_norms_ptr + request * drawn if HAS_DISTRIBUTION else None,
-            columns_ptr,
-            copied_ptr + request * drawn if HAS_COPIED else None,
-            slots,
-            tokens,
-            judged,
-            drawn,
-            scores_stride,
-            HAS_DISTRIBUTION,
-            HAS_COLUMNS,
-            HAS_COPIED,
-        )
-        drawn = uniforms(seed, tl.load(step_ptr), tl.load(request_keys_ptr + request), slots, _ACCEPT)
+        draft_mass = tl.full(slots.shape, 1.0, tl.float32)  # of copied drafts, as are those from slot `drawn` on
+        if HAS_DISTRIBUTION:
+            columns = tokens
+            is_drawn = judged & (slots < drawn)
+            if HAS_COLUMNS:
+                columns = tl.load(columns_ptr + tokens, mask=is_drawn, other=-1).to(tl.int64)
+            known = is_drawn & (columns >= 0)
+            places = request * drawn + slots
+            scores = tl.load(scores_ptr + places * scores_stride + columns, mask=known, other=float("-inf"))
+            log_norms = tl.load(log_norms_ptr + places, mask=is_drawn, other=0.0)
+            if HAS_COPIED:
+                is_drawn = is_drawn & (tl.load(copied_ptr + places, mask=is_drawn, other=0) == 0)
+            draft_mass = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norms), 0.0), draft_mass)
+        number = uniforms(seed, tl.load(step_ptr), tl.load(request_keys_ptr + request), slots, _ACCEPT)
         # u < p_t / p_d, multiplied out; u < 1 makes the minimum with 1 implicit.
-        within = drawn * draft_mass.to(tl.float64) < kept_mass.to(tl.float64)
+        within = number * draft_mass.to(tl.float64) < kept_mass.to(tl.float64)
         kept = tl.where(is_sampled, within, kept)
 
     length = tl.min(tl.where(judged & kept, BLOCK_S, slots), 0)

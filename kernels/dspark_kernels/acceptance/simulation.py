@@ -31,6 +31,9 @@ QUANTILES = 256
 _EDGE = 1e-4  # probabilities of 0 and 1 have no logit
 _WORD = int(Purpose.SIMULATED) << 16
 _MASK32 = 0xFFFFFFFF
+# The same for kernels.
+_SPAN, _QUANTILES = tl.constexpr(SPAN), tl.constexpr(QUANTILES)
+_LEAST, _PURPOSE = tl.constexpr(_EDGE), tl.constexpr(_WORD)
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,15 @@ def simulated_accept_ref(
 
 
 @triton.jit
-def _draw(
-    keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN: tl.constexpr, QUANTILES: tl.constexpr, WORD
-) -> tuple[tl.tensor, tl.tensor]:
+def _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma) -> tuple[tl.tensor, tl.tensor]:
     """``_drawn`` of one request; nothing is kept from ``gamma`` on."""
     key = tl.load(keys_ptr + row)
     zeros = (slots * 0).to(tl.uint32)
     positions = prefix_len + 1 + slots
-    own, choice, luck, _ = tl.philox(key, zeros + WORD, positions.to(tl.uint32), zeros, zeros)
-    shared, _a, _b, _c = tl.philox(key, zeros + WORD, (positions // SPAN).to(tl.uint32), zeros + 1, zeros)
-    quantiles = tl.where((choice >> 31) == 1, shared, own).to(tl.int64) * QUANTILES >> 32
-    probabilities = tl.load(quantiles_ptr + slots * QUANTILES + quantiles, mask=slots < gamma, other=0.0)
+    own, choice, luck, _ = tl.philox(key, zeros + _PURPOSE, positions.to(tl.uint32), zeros, zeros)
+    shared, _a, _b, _c = tl.philox(key, zeros + _PURPOSE, (positions // _SPAN).to(tl.uint32), zeros + 1, zeros)
+    quantiles = tl.where((choice >> 31) == 1, shared, own).to(tl.int64) * _QUANTILES >> 32
+    probabilities = tl.load(quantiles_ptr + slots * _QUANTILES + quantiles, mask=slots < gamma, other=0.0)
     return probabilities, (luck >> 8).to(tl.float32) * (2.0**-24) < probabilities
 
 
@@ -110,16 +111,12 @@ def _simulated_confidence_kernel(
     prefix_lens_ptr,
     out_ptr,
     gamma,
-    SPAN: tl.constexpr,
-    QUANTILES: tl.constexpr,
-    WORD: tl.constexpr,
-    EDGE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     request, slots = tl.program_id(0), tl.arange(0, SLOTS)
     row, prefix_len = tl.load(rows_ptr + request).to(tl.int64), tl.load(prefix_lens_ptr + request).to(tl.int64)
-    probabilities, _kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
-    inside = tl.minimum(tl.maximum(probabilities, EDGE), 1.0 - EDGE)
+    probabilities, _kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma)
+    inside = tl.minimum(tl.maximum(probabilities, _LEAST), 1.0 - _LEAST)
     tl.store(out_ptr + request * gamma + slots, tl.log(inside) - tl.log(1.0 - inside), mask=slots < gamma)
 
 
@@ -138,14 +135,11 @@ def _simulated_accept_kernel(
     out_tokens_ptr,
     new_lens_ptr,
     gamma,
-    SPAN: tl.constexpr,
-    QUANTILES: tl.constexpr,
-    WORD: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     request, slots = tl.program_id(0), tl.arange(0, SLOTS)
     row, prefix_len = tl.load(rows_ptr + request).to(tl.int64), tl.load(prefix_lens_ptr + request).to(tl.int64)
-    _probabilities, kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma, SPAN, QUANTILES, WORD)
+    _probabilities, kept = _draw(keys_ptr, quantiles_ptr, row, prefix_len, slots, gamma)
     if verify_lens_ptr is not None:
         kept = kept & (slots < tl.load(verify_lens_ptr + request))
     length = tl.min(tl.where(kept, SLOTS, slots), axis=0).to(tl.int64)
@@ -171,7 +165,7 @@ def simulated_confidence(
     """
     out = torch.empty((len(rows), gamma), dtype=torch.float32, device=rows.device)
     _simulated_confidence_kernel[(len(rows),)](
-        draws.keys, draws.quantiles, rows, prefix_lens, out, gamma, SPAN, QUANTILES, _WORD, _EDGE, _slots(draws)
+        draws.keys, draws.quantiles, rows, prefix_lens, out, gamma, _slots(draws)
     )
     return out
 
@@ -210,9 +204,6 @@ def simulated_accept(
         out_tokens,
         new_lens,
         gamma,
-        SPAN,
-        QUANTILES,
-        _WORD,
         _slots(draws),
     )
     return AcceptResult(lens, bonus, out_tokens, new_lens)

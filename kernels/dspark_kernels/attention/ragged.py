@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dspark_kernels.attention.window import PagedWindows, window_attention
-from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.preparation import StepRequests
 
 # Requests share a call while the shortest context has at least this share of the longest: the rest is padding.
@@ -40,18 +38,6 @@ class ContextGroup(NamedTuple):
     mask: torch.Tensor | None
 
 
-class _Gathered(NamedTuple):
-    """Memory that K and V of a layer are gathered into, and the same as the calls read it.
-
-    Attributes:
-        rows: K and V [keys, kv_heads * hd] as numbers that torch can gather.
-        contexts: for each group K and V [R, kv_heads, n, hd] in the pool's dtype.
-    """
-
-    rows: list[torch.Tensor]
-    contexts: list[list[torch.Tensor]]
-
-
 @dataclass(frozen=True)
 class AttentionLayout:
     """What the attention of a step reads and writes, the same for all layers that see the same.
@@ -70,7 +56,9 @@ class AttentionLayout:
     _places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[tuple[int, int, torch.dtype], tuple[list[torch.Tensor], list[list[torch.Tensor]]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def places(self, num_kv_heads: int, heads_per_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where queries are read and outputs are found, the same for all layers with so many heads.
@@ -106,14 +94,15 @@ class AttentionLayout:
             assert pools[0].shape == pools[1].shape, "keys and values are gathered alike"
             rows = [_bits(pool).new_empty(len(self.slots), num_kv_heads * head_dim) for pool in pools]
             kv = [x.view(stored).view(-1, num_kv_heads, head_dim) for x in rows]
-            self._gathered[form] = _Gathered(rows, self._contexts(kv))
-        gathered = self._gathered[form]
-        for pool, out in zip(pools, gathered.rows, strict=True):
+            self._gathered[form] = rows, self._contexts(kv)
+        # K and V [keys, kv_heads * hd] as numbers that torch can gather, and the same as the calls read it.
+        rows, contexts = self._gathered[form]
+        for pool, out in zip(pools, rows, strict=True):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
             torch.index_select(_bits(pool).view(len(pool), -1), 0, self.slots, out=out)
         if stored == dtype:
-            return gathered.contexts
-        return self._contexts([x.view(stored).to(dtype).view(-1, num_kv_heads, head_dim) for x in gathered.rows])
+            return contexts
+        return self._contexts([x.view(stored).to(dtype).view(-1, num_kv_heads, head_dim) for x in rows])
 
     def _contexts(self, kv: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return views of K and V [keys, kv_heads, hd], for each group."""
@@ -264,49 +253,3 @@ def _attend(
         mask = torch.cat([mask.expand(shape), scores.expand(shape)], dim=3)
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).reshape(-1, rows.shape[3])
-
-
-Pool = tuple[torch.Tensor, torch.Tensor]
-
-BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool, torch.Tensor | None], torch.Tensor]
-"""[bs * gamma, heads, hd] of one layer, given q, k and v of the blocks' rows, the layer's context K and V, and its
-attention sinks [heads] where it has any."""
-
-
-def block_windows(
-    requests: StepRequests, rows: int, *, sliding_window: int | None = None, from_anchor: bool = False
-) -> PagedWindows:
-    """Return the layout of ``window_attention`` for blocks of so many rows. No host sync."""
-    indptr = torch.arange(0, (len(requests) + 1) * rows, rows, device=requests.anchors.device)
-    contexts = requests.req_to_token, requests.req_pool_indices, requests.prefix_lens
-    return PagedWindows(*contexts, indptr, rows, sliding_window=sliding_window, from_anchor=from_anchor)
-
-
-def block_attention_ref(
-    requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
-) -> BlockAttention:
-    """Compute the same as :func:`block_attention` in plain torch. Reads lengths on the host."""
-    layout = block_groups(requests, gamma, heads_per_kv=heads_per_kv, dtype=dtype)
-    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, layout, scale, extra_kv=(k, v), sinks=sinks)
-
-
-@on_kernels(block_attention_ref)
-def block_attention(
-    requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
-) -> BlockAttention:
-    """Compute the attention of blocks whose rows see their context and all of the block (DSpark, Eq. 3).
-
-    Args:
-        requests: of the step.
-        gamma: rows of a block.
-        heads_per_kv: query heads that share a K/V head.
-        dtype: of queries and pools.
-        scale: of the scores.
-
-    Returns:
-        What computes a layer. On a GPU without a host sync, and safe under graph capture.
-    """
-    windows = block_windows(requests, gamma)
-    return lambda q, k, v, pool, sinks: window_attention(
-        q, (k, v), pool, windows, causal=False, scale=scale, sinks=sinks
-    )

@@ -31,8 +31,9 @@ from dspark_kernels.drafting.walk_kernel import (
     NO_COLUMN,
     candidates_at,
     or_copied,
+    seeded_race,
 )
-from dspark_kernels.noise import seeded_noise_at, uniforms
+from dspark_kernels.noise import uniforms
 from dspark_kernels.sampling import LOWEST
 
 CERTAIN = 30.0
@@ -183,15 +184,6 @@ def _column_at(number, weights, columns) -> tl.tensor:
     return tl.max(tl.where(reached, columns, -1), 0)
 
 
-@triton.jit
-def _own_race(scores, seeds, positions, token_ids_ptr, columns, competes, REDUCED: tl.constexpr) -> tl.tensor:
-    """Scores raced with the noise of a request's own seed at the tokens of the columns."""
-    tokens = columns
-    if REDUCED:
-        tokens = tl.load(token_ids_ptr + columns, mask=competes, other=0).to(tl.int32)
-    return scores - tl.log(seeded_noise_at(seeds, positions, tokens))
-
-
 # No depth, seed or stride may cause a compilation of its own, through its value or where its pointers lie.
 @triton.jit(
     do_not_specialize=["depth", "anchors_stride", "seed", "chains_stride", "weights_stride"],
@@ -281,7 +273,7 @@ def choose_listed_kernel(
             number = uniforms(seed, tl.load(step_ptr), tl.load(request_keys_ptr + request), slot, DRAFT)
             drawn = _column_at(number, tl.exp(scores - top), columns)
         if SEEDED:
-            raced = _own_race(scores, own_seed, position + slot, token_ids_ptr, columns, competes, REDUCED)
+            raced = seeded_race(scores, own_seed, position + slot, token_ids_ptr, columns, competes, REDUCED)
             values = tl.where(is_seeded, raced, values)
         chosen = tl.min(tl.where(competes & (values == tl.max(values, 0)), columns, NO_COLUMN), 0)
         if SAMPLED:

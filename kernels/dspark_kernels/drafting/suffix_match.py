@@ -32,6 +32,9 @@ from dspark_kernels.preparation import StepRequests
 from dspark_kernels.sampling import reads_are_free
 
 _TILE = 1024
+# Columns of bounds and chains, for kernels.
+_LEAST_AT, _MOST_AT, _LENGTH_AT = tl.constexpr(LEAST_COLUMN), tl.constexpr(MOST_COLUMN), tl.constexpr(LENGTH_COLUMN)
+_ROW_AT, _FIRST_AT, _MOST_MATCH = tl.constexpr(ROW_COLUMN), tl.constexpr(FIRST), tl.constexpr(MOST_MATCH)
 _MOST_PROGRAMS = 64  # that share one request's text
 
 
@@ -153,21 +156,19 @@ def _find_kernel(
     bounds_ptr,  # [bs, 4] int64
     best_ptr,  # [bs, programs] int64: matched tokens in the upper half, the place after them in the lower one
     table_stride,
-    MOST_COLUMN: tl.constexpr,  # column of the bounds
-    MOST_MATCH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     request, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     last = tl.load(prefix_lens_ptr + request).to(tl.int64)
     table_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
-    most = tl.load(bounds_ptr + 4 * request + MOST_COLUMN)
+    most = tl.load(bounds_ptr + 4 * request + _MOST_AT)
     best = tl.zeros([TILE], tl.int64)
     for tile in range(program, tl.cdiv(last, TILE), num_programs):
         ends = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         matches = ends < last
         lengths = tl.zeros([TILE], tl.int64)
-        for back in tl.static_range(MOST_MATCH):
+        for back in tl.static_range(_MOST_MATCH):
             wanted = anchor
             if back > 0:
                 wanted = _token(tokens_ptr, table_ptr, last - back, last >= back)
@@ -194,10 +195,6 @@ def _copy_kernel(
     table_stride,
     num_programs,
     num_candidates,
-    LEAST_COLUMN: tl.constexpr,  # columns of the bounds
-    LENGTH_COLUMN: tl.constexpr,
-    ROW_COLUMN: tl.constexpr,
-    FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,  # >= num_programs
     BLOCK_C: tl.constexpr,  # >= num_candidates
 ):
@@ -209,18 +206,18 @@ def _copy_kernel(
     best = tl.max(found, 0)
     matched = best >> 32
     bounds = bounds_ptr + 4 * request
-    is_found = (matched > 0) & (matched >= tl.load(bounds + LEAST_COLUMN))
+    is_found = (matched > 0) & (matched >= tl.load(bounds + _LEAST_AT))
     begin = best & 0x7FFFFFFF
     lanes = tl.arange(0, BLOCK_C)
-    there = is_found & (lanes < num_candidates) & (lanes < tl.load(bounds + LENGTH_COLUMN))
+    there = is_found & (lanes < num_candidates) & (lanes < tl.load(bounds + _LENGTH_AT))
     positions = begin + lanes % tl.maximum(last + 1 - begin, 1)
     tokens = _token(tokens_ptr, table_ptr, positions, there & (positions < last))
     anchor = tl.load(anchors_ptr + request).to(tl.int64)
     tokens = tl.where(there & (positions == last), anchor, tokens)
-    row = chains_ptr + request.to(tl.int64) * (FIRST + num_candidates)
-    tl.store(row, tl.where(is_found, matched + tl.load(bounds + ROW_COLUMN), 0))
+    row = chains_ptr + request.to(tl.int64) * (_FIRST_AT + num_candidates)
+    tl.store(row, tl.where(is_found, matched + tl.load(bounds + _ROW_AT), 0))
     tl.store(row + 1, tl.zeros_like(matched))
-    tl.store(row + FIRST + lanes, tokens, mask=lanes < num_candidates)
+    tl.store(row + _FIRST_AT + lanes, tokens, mask=lanes < num_candidates)
 
 
 @on_kernels(suffix_match_ref)
@@ -249,17 +246,13 @@ def suffix_match(
     chains = torch.empty((bs, FIRST + num_candidates), dtype=torch.int64, device=device)
     text = (slot_tokens, requests.anchors, requests.prefix_lens, requests.req_pool_indices, requests.req_to_token)
     read, stride = (*text, _bounds(requests, rules), best), requests.req_to_token.stride(0)
-    _find_kernel[bs, programs](*read, stride, MOST_COLUMN=MOST_COLUMN, MOST_MATCH=MOST_MATCH, TILE=_TILE)
+    _find_kernel[bs, programs](*read, stride, TILE=_TILE)
     _copy_kernel[(bs,)](
         *read,
         chains,
         stride,
         programs,
         num_candidates,
-        LEAST_COLUMN=LEAST_COLUMN,
-        LENGTH_COLUMN=LENGTH_COLUMN,
-        ROW_COLUMN=ROW_COLUMN,
-        FIRST=FIRST,
         BLOCK_P=_MOST_PROGRAMS,
         BLOCK_C=triton.next_power_of_2(num_candidates),
         num_warps=1,

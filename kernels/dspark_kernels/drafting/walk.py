@@ -18,7 +18,7 @@ exact p_d that verification divides by are the very numbers the token was drawn 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -217,7 +217,7 @@ def draft_block(
     tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
     block, odds = DraftBlock(tokens, distribution=distribution), None
     if (competing := competing_columns(base_logits, heads, candidates)) is None:
-        _Launches(base_logits, heads, distribution, rule).walk(hidden, anchors, tokens)
+        _walk(base_logits, hidden, anchors, heads, rule, block)
     else:
         odds = choose_listed(base_logits, hidden, anchors, heads, competing, rule, block)
     if heads.confidence is not None and with_confidence:
@@ -226,114 +226,86 @@ def draft_block(
     return block if candidates is None else block.with_candidates(candidates, heads.vocabulary, rows)
 
 
-class _Launches:
-    """The launches of one block: what they share, and the memory in which programs leave partial results."""
-
-    def __init__(
-        self,
-        base_logits: torch.Tensor,
-        heads: DraftHeads,
-        distribution: DraftDistribution | None,
-        rule: dict[str, Any],
-    ) -> None:
-        bs, gamma, v = base_logits.shape
-        self._base_logits, self._markov, self._distribution = base_logits, heads.markov, distribution
-        tiles = self._tiles = _Tiles.of(base_logits, heads.markov)
-        device = base_logits.device
-        self._counters = torch.zeros((gamma, tiles.groups), dtype=torch.int32, device=device)
-        shape = (tiles.groups, tiles.programs, tiles.block_b)
-        partials = torch.empty((3, *shape), dtype=torch.float32, device=device)
-        w2, w2_scales = _codes_and_scales(heads.markov)
-        self._shared = rule | {
-            "w2_ptr": w2,
-            "w2_scales_ptr": w2_scales,
-            "partial_ptr": partials,
-            "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
-            "bs": bs,
-            "v": v,
-            "RANK": tiles.rank,
-            "BY_TOKEN": heads.markov is not None and heads.markov.head is None,
-            "SCALED": w2_scales is not None,
-            **tiles.options(shared_bytes(device)),
-        }
-
-    def walk(self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write the ``tokens`` [bs, gamma] of all slots."""
-        walk = None if self._markov is None else MarkovWalk(self._markov, hidden)
-        for k in range(tokens.shape[1]):
-            previous = anchors if k == 0 else tokens[:, k - 1]
-            latents = None
-            if self._markov is not None and walk is not None:
-                by_token = self._markov.head is None
-                latents = self._markov.w1 if by_token else walk.latent(previous).to(self._markov.w1.dtype).contiguous()
-            self._choose(k, previous, latents, tokens)
-
-    def _choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
-        """Write the tokens of slot ``k``, after those of ``previous`` [bs], into ``tokens`` [bs, gamma]."""
-        slot_logits, distribution = self._base_logits[:, k], self._distribution
-        gamma = tokens.shape[1]
-        choose_kernel[self._tiles.groups, self._tiles.programs](
-            base_ptr=slot_logits,
+def _walk(
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    heads: DraftHeads,
+    rule: dict[str, Any],
+    block: DraftBlock,
+) -> None:
+    """Write tokens of ``block``, and the distribution of sampled requests, with one launch per slot."""
+    (bs, gamma, v), device, markov = base_logits.shape, base_logits.device, heads.markov
+    groups, programs, sizes = _division(base_logits, markov, shared_bytes(device))
+    counters = torch.zeros((gamma, groups), dtype=torch.int32, device=device)
+    shape = (groups, programs, sizes["BLOCK_B"])
+    w2, w2_scales = _codes_and_scales(markov)
+    shared = rule | {
+        "w2_ptr": w2,
+        "w2_scales_ptr": w2_scales,
+        "partial_ptr": torch.empty((3, *shape), dtype=torch.float32, device=device),
+        "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
+        "log_norms_stride": gamma,
+        "tokens_stride": gamma,
+        "depth": gamma,
+        "bs": bs,
+        "v": v,
+        "BY_TOKEN": markov is not None and markov.head is None,
+        "SCALED": w2_scales is not None,
+        **sizes,
+    }
+    tokens, distribution, latents = block.tokens, block.distribution, None
+    walk = None if markov is None else MarkovWalk(markov, hidden)
+    for k in range(gamma):
+        previous = anchors if k == 0 else tokens[:, k - 1]
+        if markov is not None and walk is not None:
+            latents = markov.w1 if markov.head is None else walk.latent(previous).to(markov.w1.dtype).contiguous()
+        choose_kernel[groups, programs](
+            base_ptr=base_logits[:, k],
             prev_ptr=previous,
             prev_stride=previous.stride(0),
             latents_ptr=latents,
             scores_ptr=None if distribution is None else distribution.scores[:, k],
             log_norms_ptr=None if distribution is None else distribution.log_norms[:, k],
-            log_norms_stride=gamma,
             tokens_ptr=tokens[:, k],
-            tokens_stride=gamma,
-            counters_ptr=self._counters[k],
+            counters_ptr=counters[k],
             slot=k,
-            depth=gamma,
-            **self._shared,
+            **shared,
         )
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """The division of a slot's work: groups of requests, and programs that share the vocabulary."""
+def _division(
+    base_logits: torch.Tensor, markov: MarkovWeights | None, room: int
+) -> tuple[int, int, dict[str, int | bool]]:
+    """Return groups of requests, programs that share the vocabulary for each group, and constants of the launches.
 
-    groups: int
-    programs: int
-    block_b: int
-    rank: int
-    block_r: int
-
-    @staticmethod
-    def of(base_logits: torch.Tensor, markov: MarkovWeights | None) -> _Tiles:
-        bs, _, v = base_logits.shape
-        block_b = min(_MAX_BLOCK_B, max(_MIN_DOT, triton.next_power_of_2(bs)))
-        groups = triton.cdiv(bs, block_b)
-        # Each program has its share of the vocabulary, so more than run at the same time would only wait. In bfloat16
-        # with rank 256, registers and shared memory of sm_90 hold two of 4 warps and one of 8, and so do those of sm_89
-        # in two stages.
-        residents = num_processors(base_logits.device) * (8 // _num_warps(block_b))
-        rank = 0 if markov is None else markov.w2.shape[1]
-        max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w1.dtype, _MAX_BLOCK_R)
-        return _Tiles(
-            groups=groups,
-            programs=min(triton.cdiv(v, _BLOCK_V), max(1, residents // groups)),
-            block_b=block_b,
-            rank=rank,
-            block_r=min(max_block_r, max(_MIN_DOT, triton.next_power_of_2(rank))),
-        )
-
-    def options(self, room: int) -> dict[str, int | bool]:
-        """Return the division of the launches on a GPU with ``room`` bytes of shared memory for a program."""
-        return {
-            "BLOCK_B": self.block_b,
+    Args:
+        room: bytes of shared memory for a program.
+    """
+    bs, _, v = base_logits.shape
+    block_b = min(_MAX_BLOCK_B, max(_MIN_DOT, triton.next_power_of_2(bs)))
+    groups, num_warps = triton.cdiv(bs, block_b), 8 if block_b == _MAX_BLOCK_B else 4
+    # Each program has its share of the vocabulary, so more than run at the same time would only wait. In bfloat16 with
+    # rank 256, registers and shared memory of sm_90 hold two of 4 warps and one of 8, and so do those of sm_89 in two
+    # stages.
+    residents = num_processors(base_logits.device) * (8 // num_warps)
+    rank = 0 if markov is None else markov.w2.shape[1]
+    max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w1.dtype, _MAX_BLOCK_R)
+    return (
+        groups,
+        min(triton.cdiv(v, _BLOCK_V), max(1, residents // groups)),
+        {
+            "RANK": rank,
+            "BLOCK_B": block_b,
             "BLOCK_V": _BLOCK_V,
-            "BLOCK_R": self.block_r,
-            "BLOCK_P": max(1, _FINISH_TILE // self.block_b),
-            "num_warps": _num_warps(self.block_b),
+            "BLOCK_R": min(max_block_r, max(_MIN_DOT, triton.next_power_of_2(rank))),
+            "BLOCK_P": max(1, _FINISH_TILE // block_b),
+            "num_warps": num_warps,
             "num_stages": 3 if room >= _STAGES_BYTES else 2,
             # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and drawn.
             "enable_fp_fusion": False,
-        }
-
-
-def _num_warps(block_b: int) -> int:
-    return 8 if block_b == _MAX_BLOCK_B else 4
+        },
+    )
 
 
 def _empty_distribution(base_logits: torch.Tensor, heads: DraftHeads) -> DraftDistribution:

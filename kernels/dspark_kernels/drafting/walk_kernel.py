@@ -39,42 +39,31 @@ def or_copied(tokens, candidates, candidate_columns, boosts, alive) -> tl.tensor
 
 
 @triton.jit
-def _finish_group(
+def _chosen(
     group,
     rows,
-    bs,
+    in_batch,
     num_programs,
     plane,
     partial_ptr,
     partial_columns_ptr,
     is_sampled,
-    thresholds,
-    scores,
+    scores_ptr,
+    row_starts,
     share,
     v,
-    token_ids_ptr,
-    tokens_ptr,
-    tokens_stride,
+    request_keys_ptr,
+    step_ptr,
+    seed,
+    slot,
     log_norms_ptr,
     log_norms_stride,
-    chains,
-    slot,
-    candidates,
-    candidate_columns,
-    boosts,
-    alive,
-    REDUCED: tl.constexpr,
     SAMPLED: tl.constexpr,
-    CHAINED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):
-    """Combine the partial results of a group's programs and write its tokens and normalisers.
-
-    ``thresholds`` [BLOCK_B] float64 are the random numbers of sampled requests, and ``scores`` [BLOCK_B] point to their
-    rows.
-    """
+) -> tl.tensor:
+    """Combine the partial results of a group's programs: return its columns [BLOCK_B], and write its normalisers."""
     best = tl.full([BLOCK_P, BLOCK_B], float("-inf"), tl.float32)
     columns = tl.full([BLOCK_P, BLOCK_B], NO_COLUMN, tl.int32)
     tops = tl.full([BLOCK_P, BLOCK_B], LOWEST, tl.float32)
@@ -101,19 +90,15 @@ def _finish_group(
         highest = tl.max(tops, 0)
         total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
         tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, highest + tl.log(total), mask=is_sampled)
+        request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
+        numbers = uniforms(seed, tl.load(step_ptr), request_keys, slot + rows * 0, DRAFT)
         part, threshold = part_at(
-            thresholds * total.to(tl.float64), highest, group, num_programs, plane, partial_ptr, BLOCK_B, BLOCK_P
+            numbers * total.to(tl.float64), highest, group, num_programs, plane, partial_ptr, BLOCK_B, BLOCK_P
         )
+        scores = scores_ptr + row_starts
         drawn = column_at(threshold, highest, scores, part * share, share, is_sampled, v, BLOCK_B, BLOCK_V)
         chosen = tl.where(is_sampled & (drawn >= 0), drawn, chosen)
-    in_batch = rows < bs
-    tokens = chosen.to(tl.int64)
-    if REDUCED:
-        tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
-    if CHAINED:
-        tokens = or_copied(tokens, candidates, candidate_columns, boosts, alive)
-        tl.store(chains + FOLLOWED_AT, slot + 1, mask=alive & (tokens == candidates))
-    tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
+    return chosen
 
 
 @triton.jit
@@ -154,12 +139,12 @@ def _bias(
 
 
 @triton.jit
-def _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED: tl.constexpr) -> tl.tensor:
-    """Scores raced with the noise of requests' own seeds at the tokens of the columns."""
+def seeded_race(scores, seeds, positions, token_ids_ptr, columns, competes, REDUCED: tl.constexpr) -> tl.tensor:
+    """Return scores raced with the noise of requests' own seeds at the tokens of the columns, which broadcast."""
     tokens = columns
     if REDUCED:
-        tokens = tl.load(token_ids_ptr + columns, mask=is_column, other=0).to(tl.int32)
-    return scores - tl.log(seeded_noise_at(seeds[:, None], positions[:, None], tokens[None, :]))
+        tokens = tl.load(token_ids_ptr + columns, mask=competes, other=0).to(tl.int32)
+    return scores - tl.log(seeded_noise_at(seeds, positions, tokens))
 
 
 @triton.jit
@@ -181,35 +166,6 @@ def candidates_at(
     if REDUCED:
         columns = tl.load(columns_ptr + tokens, mask=in_batch & (tokens >= 0), other=-1)
     return tokens, columns, boosts
-
-
-@triton.jit
-def _candidates(
-    chains,  # [BLOCK_B] pointers
-    weights_ptr,
-    weights_stride,
-    columns_ptr,
-    slot,
-    in_batch,
-    CHAINED: tl.constexpr,
-    REDUCED: tl.constexpr,
-):
-    """:func:`candidates_at`, and whether chains are alive; without chains only names for what is handed on."""
-    tokens, columns, boosts, alive = chains, chains, chains, in_batch
-    if CHAINED:
-        alive = in_batch & (tl.load(chains + FOLLOWED_AT, mask=in_batch, other=-1) == slot)
-        tokens, columns, boosts = candidates_at(
-            chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, alive, REDUCED
-        )
-    return tokens, columns, boosts, alive
-
-
-@triton.jit
-def _boosted(scores, columns, candidate_columns, boosts, CHAINED: tl.constexpr) -> tl.tensor:
-    """Scores [BLOCK_B, BLOCK_V] of a tile's columns, those of the candidates raised."""
-    if CHAINED:
-        scores += tl.where(columns[None, :] == candidate_columns[:, None], boosts[:, None], 0.0)
-    return scores
 
 
 @triton.jit
@@ -236,7 +192,7 @@ _SMALL_STRIDES = ["log_norms_stride", "tokens_stride", "chains_stride", "weights
     do_not_specialize=["bs", "depth", "prev_stride", "seed", "slot", *_SMALL_STRIDES],
     do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],
 )
-def choose_kernel(
+def choose_kernel(  # noqa: C901 - most branches are those of its forms
     base_ptr,  # [bs, v] rows of this slot, depth * v apart
     prev_ptr,  # [bs] int64, the tokens before this slot
     prev_stride,
@@ -293,9 +249,7 @@ def choose_kernel(
     dims = tl.arange(0, BLOCK_R)
 
     if RANK > 0:
-        source = wide_rows
-        if BY_TOKEN:
-            source = tl.load(prev_ptr + wide_rows * prev_stride, mask=in_batch, other=0)
+        source = tl.load(prev_ptr + wide_rows * prev_stride, mask=in_batch, other=0) if BY_TOKEN else wide_rows
         latents = latents_ptr + source * RANK
         if RANK <= BLOCK_R:
             latents = tl.load(
@@ -313,11 +267,12 @@ def choose_kernel(
         seeds = tl.load(seeds_ptr + rows, mask=in_batch, other=0)
         positions = tl.load(positions_ptr + rows, mask=in_batch, other=0) + slot
 
-    # Without candidates nothing is read there.
-    chains = (chains_ptr if CHAINED else tokens_ptr) + wide_rows * chains_stride
-    candidates, candidate_columns, boosts, alive = _candidates(
-        chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, CHAINED, REDUCED
-    )
+    if CHAINED:
+        chains = chains_ptr + wide_rows * chains_stride
+        alive = in_batch & (tl.load(chains + FOLLOWED_AT, mask=in_batch, other=-1) == slot)
+        candidates, candidate_columns, boosts = candidates_at(
+            chains, weights_ptr, weights_stride, columns_ptr, slot, in_batch, alive, REDUCED
+        )
 
     num_tiles = tl.cdiv(v, BLOCK_V)
     share = tl.cdiv(num_tiles, num_programs)
@@ -338,7 +293,9 @@ def choose_kernel(
             logits += _bias(latents, in_batch, w2_ptr, w2_scales_ptr, columns, is_column, SCALED, RANK, BLOCK_R)
         # A NaN never wins, so that the choice is a column even if all of them are.
         logits = tl.where((logits == logits) & is_column[None, :], logits, float("-inf"))
-        scores = _boosted(logits * sharpness[:, None], columns, candidate_columns, boosts, CHAINED)
+        scores = logits * sharpness[:, None]
+        if CHAINED:
+            scores += tl.where(columns[None, :] == candidate_columns[:, None], boosts[:, None], 0.0)
         values = scores
         if SAMPLED:
             tl.store(
@@ -352,7 +309,9 @@ def choose_kernel(
             masses = tl.where(rises, masses * ratio + 1.0, masses + ratio)
             tops = tl.where(rises, scores, tops)
         if SEEDED:
-            raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)
+            raced = seeded_race(
+                scores, seeds[:, None], positions[:, None], token_ids_ptr, columns[None, :], is_column[None, :], REDUCED
+            )
             values = tl.where(is_seeded[:, None], raced, values)
         better = values > best
         best = tl.where(better, values, best)
@@ -366,40 +325,34 @@ def choose_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
-        # Names for what is handed on where nothing is sampled.
-        thresholds, scores_of = best, tokens_ptr
-        if SAMPLED:
-            request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
-            thresholds = uniforms(seed, tl.load(step_ptr), request_keys, slot + rows * 0, DRAFT)
-            scores_of = scores_ptr + row_starts
-        _finish_group(
+        chosen = _chosen(
             group,
             rows,
-            bs,
+            in_batch,
             num_programs,
             plane,
             partial_ptr,
             partial_columns_ptr,
             is_sampled,
-            thresholds,
-            scores_of,
+            scores_ptr,
+            row_starts,
             share,
             v,
-            token_ids_ptr,
-            tokens_ptr,
-            tokens_stride,
+            request_keys_ptr,
+            step_ptr,
+            seed,
+            slot,
             log_norms_ptr,
             log_norms_stride,
-            chains,
-            slot,
-            candidates,
-            candidate_columns,
-            boosts,
-            alive,
-            REDUCED,
             SAMPLED,
-            CHAINED,
             BLOCK_B,
             BLOCK_V,
             BLOCK_P,
         )
+        tokens = chosen.to(tl.int64)
+        if REDUCED:
+            tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
+        if CHAINED:
+            tokens = or_copied(tokens, candidates, candidate_columns, boosts, alive)
+            tl.store(chains + FOLLOWED_AT, slot + 1, mask=alive & (tokens == candidates))
+        tl.store(tokens_ptr + wide_rows * tokens_stride, tokens, mask=in_batch)

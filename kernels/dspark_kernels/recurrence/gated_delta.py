@@ -92,18 +92,9 @@ def check(inputs: DeltaInputs, gates: DeltaGates, states: torch.Tensor, q: torch
                 f"{name} is {list(part.shape)} where k {list(inputs.k.shape)} and v {list(inputs.v.shape)} "
                 f"need {shape}, with a multiple of the key heads as value heads"
             )
-        if not _is_packed(part, packed):
+        # Those in front may have any strides.
+        if not torch.empty_strided(part.shape[-packed:], part.stride()[-packed:], device="meta").is_contiguous():
             raise ValueError(f"the last {packed} dimensions of {name} must be contiguous")
-
-
-def _is_packed(x: torch.Tensor, num_dims: int) -> bool:
-    """Return whether the last dimensions are contiguous; those in front may have any strides."""
-    expected = 1
-    for size, stride in reversed(list(zip(x.shape, x.stride(), strict=True))[-num_dims:]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 _EPS = 1e-6
@@ -205,18 +196,12 @@ def gated_delta(
         ValueError: shapes that do not fit together, or a layout that the kernel cannot read.
     """
     check(inputs, gates, states, q)
-    num_rows, num_heads, value_dim = inputs.v.shape
-    key_dim = q.shape[2]
-    out = torch.empty((num_rows, num_heads, value_dim), dtype=q.dtype, device=q.device)
-    block_v = min(triton.next_power_of_2(value_dim), _VALUES_PER_PROGRAM)
-    gated_delta_kernel[triton.cdiv(value_dim, block_v) * num_heads, len(rows.slots) + 1](
+    out = torch.empty(inputs.v.shape, dtype=q.dtype, device=q.device)
+    parts, sizes = _sizes(inputs)
+    gated_delta_kernel[parts, len(rows.slots) + 1](
         q,
-        inputs.k,
-        inputs.v,
-        inputs.a,
-        inputs.b,
-        gates.a_log,
-        gates.dt_bias,
+        *vars(inputs).values(),
+        *vars(gates).values(),
         states,
         out,
         rows.indptr,
@@ -224,15 +209,9 @@ def gated_delta(
         q.stride(0),
         *(part.stride(0) for part in vars(inputs).values()),
         states.stride(0),
-        num_rows,
-        key_dim**-0.5,
-        HEADS=num_heads,
-        GROUP=num_heads // q.shape[1],
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=block_v,
-        num_warps=_WARPS,
+        len(q),
+        q.shape[2] ** -0.5,
+        **sizes,
     )
     return out
 
@@ -259,13 +238,10 @@ def commit_gated_delta(
         ValueError: shapes that do not fit together, or a layout that the kernel cannot read.
     """
     check(inputs, gates, states)
-    num_layers, _, num_heads, value_dim = inputs.v.shape
-    num_key_heads, key_dim = inputs.k.shape[2:]
-    block_v = min(triton.next_power_of_2(value_dim), _VALUES_PER_PROGRAM)
-    commit_gated_delta_kernel[triton.cdiv(value_dim, block_v) * num_heads, len(rows.slots), num_layers](
+    parts, sizes = _sizes(inputs)
+    commit_gated_delta_kernel[parts, len(rows.slots), len(states)](
         *vars(inputs).values(),
-        gates.a_log,
-        gates.dt_bias,
+        *vars(gates).values(),
         states,
         rows.indptr,
         rows.slots,
@@ -275,11 +251,20 @@ def commit_gated_delta(
         *(part.stride(0) for part in (*vars(inputs).values(), states)),
         *(part.stride(1) for part in (*vars(inputs).values(), states)),
         HAS_TRACKS=rows.track_lengths is not None,
-        HEADS=num_heads,
-        GROUP=num_heads // num_key_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=block_v,
-        num_warps=_WARPS,
+        **sizes,
     )
+
+
+def _sizes(inputs: DeltaInputs) -> tuple[int, dict[str, int]]:
+    """Return the parts that the value heads of a request are cut into, and constants of the launches."""
+    (num_heads, value_dim), (num_key_heads, key_dim) = inputs.v.shape[-2:], inputs.k.shape[-2:]
+    block_v = min(triton.next_power_of_2(value_dim), _VALUES_PER_PROGRAM)
+    return triton.cdiv(value_dim, block_v) * num_heads, {
+        "HEADS": num_heads,
+        "GROUP": num_heads // num_key_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_K": triton.next_power_of_2(key_dim),
+        "BLOCK_V": block_v,
+        "num_warps": _WARPS,
+    }

@@ -129,15 +129,9 @@ def note_draft_kernels():
     """
     import forms
     import torch
-    from dspark_kernels import (
-        add_norm,
-        block_attention,
-        block_convolution,
-        draft_block,
-        kv_inject,
-        qk_norm_rope,
-        silu_mul,
-    )
+    from dspark_kernels import add_norm, block_convolution, draft_block, kv_inject, qk_norm_rope, silu_mul
+
+    from sglang_dspark.worker.draft_attention import block_attention
 
     def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
         if forms.serving() or forms.checking():
