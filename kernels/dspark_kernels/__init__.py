@@ -65,7 +65,7 @@ from dspark_kernels.plans import FORCED, plan_staged, plan_top, plan_uniform
 from dspark_kernels.preparation import PlanNumbers, PreparedStep, StepRequests, VerifyRows, Windows, prepare, to_device
 from dspark_kernels.recurrence.causal_conv_rows import ReplayedRows, StateRows, causal_conv_rows, commit_conv_windows
 from dspark_kernels.recurrence.gated_delta import DeltaGates, DeltaInputs, commit_gated_delta, gated_delta
-from dspark_kernels.sampling import SamplingBatch, draw
+from dspark_kernels.sampling import SamplingBatch
 
 __all__ = [
     "ASKED_ROWS",
@@ -130,7 +130,6 @@ __all__ = [
     "cut_prompts",
     "distribution_loss",
     "draft_block",
-    "draw",
     "find_chains",
     "fixed_split_for",
     "gated_delta",

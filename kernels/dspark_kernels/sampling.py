@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dspark_kernels.noise import Purpose, RoundKeys, exponential, exponential_at, signed64
+from dspark_kernels.noise import exponential, exponential_at, signed64
 from dspark_kernels.preparation import to_device
 
 NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
@@ -359,29 +359,6 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
     scores = torch.zeros_like(probs, dtype=torch.float64)
     scores[row, token] = probs[row, token] / exponential_at(seeds[row], positions[row], token)
     return scores
-
-
-def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
-    """Draw one token per request with its own rule: the first after the prompt, or a decode step without drafts.
-
-    Args:
-        logits: [bs, V], any float dtype, not modified.
-        rows: parameters of the bs requests.
-        keys: noise keys of this step; ``positions`` is that of the token to be drawn.
-
-    Returns:
-        [bs] int64.
-    """
-    tokens = logits.argmax(-1) if rows.any_greedy else keys.positions.new_empty(len(rows))
-    if rows.any_sampled:
-        index = rows.sampled_index
-        probs = target_probs(rows.select(logits, index), rows.sampled_params)
-        tokens[index] = keys.drawn(probs, rows.select(keys.uniform(0, Purpose.BONUS), index))
-    if rows.any_seeded:
-        index = rows.seeded_index
-        probs = target_probs(rows.select(logits, index), rows.seeded_params)
-        tokens[index] = seeded_argmax(probs, rows.seeds[index], keys.positions[index])
-    return tokens
 
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted

@@ -237,6 +237,10 @@ class Req(Protocol):
     session: Session | None
     finished_reason: BaseFinishReason
     to_finish: BaseFinishReason
+    extra_key: str | None
+    cache_salt: str | None
+    extra_key: str | None
+    cache_salt: str | None
     is_retracted: bool
     return_logprob: bool
     seqlen: int

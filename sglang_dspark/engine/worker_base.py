@@ -11,7 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from dspark_kernels import SimulatedDraws, draw
+from dspark_kernels import DraftBlock, SimulatedDraws, Windows, accept
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -244,17 +244,21 @@ class SpecWorkerBase(SpecWorkerAdapter):
         return Encoded(result, forward_batch.input_ids, forward_batch.positions)
 
     def _draw_first(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        """Draw the token after each prompt, and the next one after a retraction and of requests that already run."""
+        """Draw the token after each prompt, and the next one after a retraction and of requests that already run.
+
+        They are drawn as a step without drafts does, so that a request's seed gives one token whichever draws it.
+        """
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         for part in self.logits_parts:
             part.first_logits(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
-        tokens = draw(output.next_token_logits, rows, keys)
+        indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
+        nothing, windows = DraftBlock.empty(len(batch.reqs), self.device), Windows(torch.zeros_like(positions), indptr)
+        tokens = accept(nothing, windows, output.next_token_logits, positions, rows, keys).bonus_tokens
         self.agreement.broadcast_from_rank0(tokens)
         for part in self.logits_parts:
             part.first_tokens(batch, tokens)
-        indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
         result.logits_output = self.described(
             batch, output, DrawnTokens(indptr, tokens, rows.filter_params.temperatures)

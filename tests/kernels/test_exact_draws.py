@@ -16,7 +16,6 @@ from dspark_kernels import (
     Windows,
     accept,
     draft_block,
-    draw,
     sampling,
 )
 from dspark_kernels.acceptance import acceptance_reference
@@ -127,12 +126,6 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     monkeypatch.setattr(sampling, "_DEVICE_NOISE_BLOCK", 4100)
     assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
     assert rows == [4, 4, 1]
-
-
-def test_greedy_takes_the_first_maximum():
-    rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
-    keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
-    assert draw(torch.tensor([[1.0, 5.0, 5.0, 5.0]]), rows, keys).tolist() == [1]
 
 
 VOCAB = 37
@@ -294,7 +287,6 @@ def test_a_block_without_drafts_is_a_plain_step():
     case, probs, _ = verification("mixed", 7, 5, 41, seed=4, verify_lens=[0] * 7)
     accepted = accepted_of(case, None, tokens=torch.empty(7, 0, dtype=torch.long))
     assert torch.equal(accepted.out_tokens, accepted_of(case, probs).out_tokens[:, :1])
-    assert torch.equal(accepted.bonus_tokens, draw(case.logits, case.rows, case.keys))
 
 
 def test_copied_tokens_are_one_hot_proposals():

@@ -34,7 +34,6 @@ from dspark_kernels import (
     accept,
     dispatch,
     draft_block,
-    draw,
     kernels_anywhere,
     on_kernels,
     runs_kernels,
@@ -165,7 +164,6 @@ class Step:
         windows, nothing, logits = Windows(lens, indptr), Windows(ints(BS), indptr), floats(BS * (GAMMA + 1), VOCAB)
         draws, simulated = SimulatedDraws(ints(BS), floats(GAMMA, QUANTILES)), simulated_accept.reference
         self.calls = {
-            "draw": lambda: draw(logits[:BS], *self.batch),
             "draft": lambda: draft_block.reference(*of_drafts, *self.batch).tokens,
             "accept": lambda: accept.reference(block, windows, logits, lens, *self.batch).out_tokens,
             "accept nothing": lambda: accept.reference(empty, nothing, logits, lens, *self.batch).out_tokens,
@@ -178,7 +176,6 @@ def test_nothing_is_read_back(rules):
     shapes = {name: tuple(call().shape) for name, call in Step(rules, "meta").calls.items()}
     whole = (BS, GAMMA + 1)
     assert shapes == {
-        "draw": (BS,),
         "draft": (BS, GAMMA),
         "accept": whole,
         "accept nothing": (BS, 1),
@@ -204,7 +201,7 @@ class VocabularySizedResults(TorchFunctionMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["draw", "draft", "accept"])
+@pytest.mark.parametrize("name", ["draft", "accept"])
 def test_greedy_batches_write_nothing_of_vocabulary_size(name):
     for rule, writes in ((GREEDY, False), (PLAIN, True)):
         call = Step([rule] * BS, "cpu").calls[name]

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from acceptance_cases import GREEDY, MIXED, WalkCase
-from dspark_kernels import Candidates, DraftVocabulary, RoundKeys, block_confidence, draft_block, draw
+from dspark_kernels import (
+    Candidates,
+    DraftBlock,
+    DraftVocabulary,
+    RoundKeys,
+    Windows,
+    accept,
+    block_confidence,
+    draft_block,
+)
 from dspark_kernels.drafting import walk
 from dspark_kernels.drafting.heads import OUTRIGHT
 from literal import Request
@@ -143,7 +152,11 @@ def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
     assert block.distribution is None
     for slot in range(2):
         keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
-        assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], case.rows, keys))
+        windows = Windows(torch.zeros_like(keys.positions), torch.arange(6, device=device))
+        drawn = accept(
+            DraftBlock.empty(5, device), windows, case.base[:, slot].contiguous(), keys.positions, case.rows, keys
+        )
+        assert torch.equal(block.tokens[:, slot], drawn.bonus_tokens)
 
 
 def test_spreading_a_block_keeps_its_distribution(device):
