@@ -50,11 +50,7 @@ MAX_WAITING = 16
 T = TypeVar("T")
 APP_OF_WORKERS = "sglang_dspark.engine.http:app"
 # Two would give the server another part to play. The last one sets what other speculative algorithms read.
-REFUSED_ROUTES = (
-    "/pd_role_switch",
-    "/scale_elastic_ep",
-    "/set_internal_state",
-)
+REFUSED_ROUTES = ("/pd_role_switch", "/scale_elastic_ep", "/set_internal_state")
 REFUSED_CHANGES = ("/hicache/storage-backend",)
 """Routes that are only read: other methods than GET would move K/V beyond the host's memory, and the draft K/V not."""
 SignalHandler = Callable[[int, FrameType | None], object]
@@ -116,16 +112,6 @@ def without_root(path: str, root_path: str) -> str:
     """
     rest = path.removeprefix(root_path)
     return rest if rest.startswith("/") else path
-
-
-def is_refused(path: str, method: str) -> bool:
-    """Return whether a request answers HTTP 400, whatever it asks for.
-
-    Args:
-        path: without the server's root path.
-        method: of HTTP, in capitals.
-    """
-    return path in REFUSED_ROUTES or (path in REFUSED_CHANGES and method != "GET")
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
@@ -226,7 +212,7 @@ class SpeculationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if scope["type"] == "http" and is_refused(path, scope["method"]):
+        if path in REFUSED_ROUTES or (path in REFUSED_CHANGES and scope["method"] != "GET"):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
             await error_response(400, message, None)(scope, receive, send)
             return

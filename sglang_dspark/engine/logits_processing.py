@@ -97,12 +97,6 @@ class Adjustments(LogitsPart):
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    @classmethod
-    def of(cls, worker: Worker) -> Adjustments:
-        """Return the part of a worker."""
-        runner = worker.model_runner
-        return cls(int(runner.model_config.vocab_size), torch.device(runner.device))
-
     def step_comes(self, batch: ScheduleBatch) -> StepAdjuster | None:
         has_any = batch.has_grammar or self._slots_of(batch.reqs) is not None
         return StepAdjuster(self, batch) if has_any else None

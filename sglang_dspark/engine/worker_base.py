@@ -110,7 +110,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         check = NanCheck.of(self)
-        self.logits_parts: tuple[LogitsPart, ...] = (*([] if check is None else [check]), Adjustments.of(self))
+        adjustments = Adjustments(int(target_worker.model_runner.model_config.vocab_size), self.device)
+        self.logits_parts: tuple[LogitsPart, ...] = (adjustments,) if check is None else (check, adjustments)
         self.parts = (*self.logits_parts, Logprobs(), Ends(), *parts_of(self, server_args))
         self.encoder = part_of(self.parts, Encoder)
         self.candidates = part_of(self.parts, CandidateSource)

@@ -100,7 +100,7 @@ class Manager:
         pass
 
     def _send(self, request):
-        question = json.loads(request.rid)[ANSWER_KEY]
+        question = dict(zip(("question", "fields"), json.loads(request.rid), strict=True))
         self.asked.append(question)
         if self.answers:
             for replica in reversed(range(self.replicas)):

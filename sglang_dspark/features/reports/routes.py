@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -30,7 +31,7 @@ from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.graphs import has_prefill_graphs
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.http import TURNS, Turns, error_response, flat_object, without_root
-from sglang_dspark.engine.request_options import Speculation, id_of_question
+from sglang_dspark.engine.request_options import Speculation
 from sglang_dspark.engine.scheduler import StepDriver
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
@@ -99,7 +100,8 @@ class Channel:
             del self._unsent[key]
         manager = self._manager()
         manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=id_of_question(question, fields))
+        # SGLang's requests have no id here, and no client can write one.
+        request = GetInternalStateReq(rid=json.dumps([question, fields]))
         states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
         return [state[ANSWER_KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
@@ -22,7 +22,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult, decoded_with_prefill, prompts_of
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult, prompts_of
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Encoded, Encoder
@@ -115,7 +115,7 @@ class PrefillAndDecodeResult(GenerationBatchResult):
 
 def running_with(prompts: ScheduleBatch) -> RunningWithPrefill | None:
     """Return what is verified together with the prompts of SGLang's batch."""
-    return cast("RunningWithPrefill | None", decoded_with_prefill(prompts))
+    return vars(prompts).get(DECODED_WITH_PREFILL)
 
 
 @hook(
