@@ -168,14 +168,7 @@ def static_verify(
     """
     num_tokens = len(plan.input_ids)
     real_tokens = torch.zeros((), dtype=torch.int32, device=plan.input_ids.device)
-    layout = DSparkVerifyInput(
-        draft_token=plan.input_ids,
-        positions=plan.positions,
-        draft_token_num=plan.width,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        indptr=plan.indptr,
-        requests=plan.requests,
-    )
+    layout = DSparkVerifyInput.of(plan)
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
         global_forward_mode=ForwardMode.TARGET_VERIFY,
@@ -271,21 +264,14 @@ def prefill_graphs(
 ) -> object:
     """Let SGLang capture; go on without graphs of prefills where that fails, or where they lose the hidden states."""
     try:
-        if not _lose_states():
+        if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
             return original(model_runner=model_runner, eager_runner=eager_runner, **others)
+        logger.warning("DSPARK: prefill runs without CUDA graphs: those that SGLang has chosen return no hidden states")
     except Exception as error:
         if get_parallel().tp_size > 1:  # ranks capture in step: the others wait for this one
             raise
         logger.warning("DSPARK: prefill runs without CUDA graphs, which cannot be captured here: %s", error)
     return _nothing_captured(eager_runner, "prefill")
-
-
-def _lose_states() -> bool:
-    """Return whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
-    if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
-        return False
-    logger.warning("DSPARK: prefill runs without CUDA graphs: those that SGLang has chosen return no hidden states")
-    return True
 
 
 def _nothing_captured(runner: object, phase: str) -> GraphCapture:

@@ -34,7 +34,7 @@ from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.server import TargetOnly, attached, speculating
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.errors import BusyError
 
 FIELD = "speculation"
@@ -139,6 +139,14 @@ async def flat_object(request: Request, param: str, example: str) -> dict[str, S
         return fields
     message = f"the body must be a flat JSON object of at most {MAX_ORDER_BYTES} bytes in UTF-8 like {example}"
     return error_response(400, message, param)
+
+
+def tokenizer_manager() -> TokenizerManager:
+    """Return SGLang's own, which talks to the scheduler."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager: TokenizerManager = get_global_state().tokenizer_manager
+    return manager
 
 
 class Turns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from sglang_dspark.engine.scheduler import driver_of
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.scheduling.policies import LEAST_ROWS, ChunkLimit, least_gap_ms
-from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN, StepRecord
 from sglang_dspark.step.packed import DeviceSpan, DeviceTimer
 
@@ -210,7 +209,19 @@ def count_running(
         req.update_spec_correct_drafts_histogram(0)
         req.update_spec_cap_lens_histogram(1)
         req.update_finish_state = partial(_commit_at_end, req)
-    record = plain_record(running, result.next_token_ids[places, None].cpu(), worker.schedule)
+    # Of a step that has drafted none, and given each of them a token.
+    none, schedule = [0] * len(running), worker.schedule
+    record = StepRecord(
+        requests=[req.rid for req in running],
+        decision=PLAIN,
+        drafted=none,
+        verify_lens=torch.tensor(none),
+        confidence=None,
+        traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in running]),
+        committed=result.next_token_ids[places, None].cpu(),
+        policy=schedule.policy.name,
+        parked=schedule.parked,
+    )
     worker.control.observe(running, record, [1] * len(running), None)
 
 
@@ -224,26 +235,6 @@ def _commit_at_end(req: Req, *new_tokens: int) -> None:
     req.update_finish_state(*new_tokens)
     if req.finished():
         req.kv.kv_committed_len += 1
-
-
-def plain_record(reqs: Sequence[Req], tokens: torch.Tensor, schedule: Schedule) -> StepRecord:
-    """Return the record of a step that has given each of SGLang's requests one of ``tokens [n, 1]``, and drafted none.
-
-    Args:
-        tokens: int64, on the host.
-    """
-    none = [0] * len(reqs)
-    return StepRecord(
-        requests=[req.rid for req in reqs],
-        decision=PLAIN,
-        drafted=none,
-        verify_lens=torch.tensor(none),
-        confidence=None,
-        traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in reqs]),
-        committed=tokens,
-        policy=schedule.policy.name,
-        parked=schedule.parked,
-    )
 
 
 @hook(

@@ -27,7 +27,7 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from sglang_dspark.draft.stored import check_replacement, has_tensors
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.http import TURNS, error_response, flat_object
+from sglang_dspark.engine.http import TURNS, error_response, flat_object, tokenizer_manager
 from sglang_dspark.engine.part import Part, part_of
 from sglang_dspark.engine.scheduler import StepDriver, answer_with, driver_of
 from sglang_dspark.errors import BusyError, ConfigError, DSparkError
@@ -342,16 +342,13 @@ def add_route(app: Any, target_only: str | None) -> None:
 
 async def replace_drafter(request: Request) -> Response:
     """Load another drafter between two steps, while requests run: ``{"path": "/models/drafter"}``."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
     fields = await flat_object(request, "path", _EXAMPLE)
     if isinstance(fields, JSONResponse):
         return fields
     path = fields.get("path")
     if not isinstance(path, str) or len(fields) > 1:
         return error_response(400, f"the body must be like {_EXAMPLE}, not {fields}", "path")
-    manager = get_global_state().tokenizer_manager
+    manager: Any = tokenizer_manager()
     manager.auto_create_handle_loop()
     asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER_FORMAT)
     try:

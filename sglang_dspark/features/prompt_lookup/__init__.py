@@ -69,8 +69,11 @@ class PromptLookup(CandidateSource):
     def names_drafts(self, req: Req) -> bool:
         return lookup_options(req).names_drafts
 
+    @best_effort(
+        "candidates", instead=lambda part, step, tokens, number: Candidates.no_chains(len(step), number, tokens.device)
+    )
     def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
-        return _found(step, slot_tokens, number)
+        return find_chains(step.requests, slot_tokens, number, step.rules)
 
     def buffers(self, slots: int) -> StagedRules:
         return StagedRules(slots, self._device)
@@ -108,11 +111,6 @@ class PromptLookup(CandidateSource):
         self._answers.clear()
 
     weights_changed = flushed  # the target would answer otherwise
-
-
-@best_effort("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
-def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
-    return find_chains(step.requests, slot_tokens, number, step.rules)
 
 
 def _with_predictions(reqs: Sequence[Req]) -> list[int]:
