@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from functools import cache
 from http import HTTPStatus
-from types import FrameType
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -53,7 +52,6 @@ APP_OF_WORKERS = "sglang_dspark.engine.http:app"
 REFUSED_ROUTES = ("/pd_role_switch", "/scale_elastic_ep", "/set_internal_state")
 REFUSED_CHANGES = ("/hicache/storage-backend",)
 """Routes that are only read: other methods than GET would move K/V beyond the host's memory, and the draft K/V not."""
-SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -71,23 +69,14 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """
     if server_args.tokenizer_worker_num > 1:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
+        # SGLang's handler ends the server when one of its processes says that it has failed. uvicorn's supervisor of
+        # several workers would take its place, and do nothing: requests would hang.
         if callable(end := signal.getsignal(signal.SIGQUIT)):
-            _listen_to_failures(end)
+            Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
     else:
         from sglang.srt.entrypoints.http_server import app
 
         add_to(app, server_args)
-
-
-def _listen_to_failures(end: SignalHandler) -> None:
-    """Have uvicorn's supervisor of several workers end the server when a process of SGLang says that it has failed.
-
-    It would take the place of SGLang's handler of that signal, and do nothing: requests would hang.
-
-    Args:
-        end: SGLang's handler.
-    """
-    Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
 
 
 def add_to(app: FastAPI, server_args: ServerArgs) -> None:

@@ -21,7 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.batch import CachedByBatch, is_running, prompts_of
-from sglang_dspark.engine.part import LogitsPart, Worker
+from sglang_dspark.engine.part import LogitsPart, StepPart, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.step.packed import host_index
 from sglang_dspark.step.state import VerifyPlan
@@ -175,7 +175,7 @@ class Adjustments(LogitsPart):
         self._free = list(range(size, len(self._table)))
 
 
-class StepAdjuster:
+class StepAdjuster(StepPart):
     """Adjust the logits of one decode step."""
 
     def __init__(self, adjuster: Adjustments, batch: ScheduleBatch) -> None:
@@ -192,14 +192,12 @@ class StepAdjuster:
             self._windows = [tokens[starts[i] : starts[i + 1]] for i in range(len(self._batch.reqs))]
 
     def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Adjust the rows of a verification [N, V] in place."""
         reqs = self._batch.reqs
         self._adjuster.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         if self._windows is not None:
             self._adjuster.mask(reqs, logits, self._windows)
 
     def accepted(self, tokens: torch.Tensor) -> None:
-        """Count new output tokens [bs, w] int64, -1 after them. No host sync."""
         self._adjuster.count(self._batch.reqs, tokens)
 
 
@@ -245,7 +243,7 @@ SWITCHES = (
 """Switches of SGLang by which its sampler looks for NaN."""
 
 
-class NanCheck(LogitsPart):
+class NanCheck(LogitsPart, StepPart):
     """Looks at all logits before anything else does; itself its part of every step."""
 
     @classmethod
@@ -259,12 +257,5 @@ class NanCheck(LogitsPart):
     def step_comes(self, batch: ScheduleBatch) -> Self:
         return self
 
-    def before_verify(self, plan: VerifyPlan) -> None:
-        """Wait for the logits."""
-
     def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Treat the rows of a verification."""
         sanitize_nan_logits(logits, msg="DSPARK: target logits")
-
-    def accepted(self, tokens: torch.Tensor) -> None:
-        """Leave the tokens alone."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Self
 
 import torch
@@ -69,9 +69,7 @@ class DummyBatch:
             translation[_FIRST_SLOT + every] = every % pool.size_swa + _FIRST_SLOT
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._runner.req_to_token_pool.req_to_token[: self._requests, : self._context + self._window] = 0
         if (translation := slot_translation(self._runner.token_to_kv_pool)) is not None:
             translation[:-1] = 0  # the last entry says -1 of -1
@@ -216,7 +214,10 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
 
 def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
     agreement, given = stepper.agreement, options.sps_table_path
-    path, named = (_place_in_cache(key), False) if given is None else (Path(given).expanduser(), True)
+    named = given is not None
+    path = cached_file(CACHE, key) if given is None else Path(given).expanduser()
+    if path is None:
+        logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
     table = agreement.share(_load(path, key, named=named) if agreement.leads else None)
     # A bound on gaps needs one too, if there is a second number of drafts to measure.
@@ -227,13 +228,6 @@ def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str
     if agreement.leads:
         _save(table, path, named=named)
     return table
-
-
-def _place_in_cache(key: dict[str, str]) -> Path | None:
-    """Return where a table is kept; None for a user without a home, as in some containers."""
-    if (path := cached_file(CACHE, key)) is None:
-        logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
-    return path
 
 
 def _save(table: SpsTable, path: Path | None, *, named: bool) -> None:

@@ -190,8 +190,8 @@ class Part:
         return {}
 
 
-class StepPart(Protocol):
-    """A feature's part of one decode step, around its logits. The methods are called in this order."""
+class StepPart:
+    """A part of one decode step, around its logits. The methods do nothing, and are called in this order."""
 
     def before_verify(self, plan: VerifyPlan) -> None:
         """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""

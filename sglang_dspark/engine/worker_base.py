@@ -48,6 +48,7 @@ from sglang_dspark.engine.sglang_types import (
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import capturing_forward, kv_region
 from sglang_dspark.engine.verify import as_without_dspark, verify_with_prompts
+from sglang_dspark.errors import nothing
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.step.packed import host_index
@@ -191,7 +192,7 @@ class SpecWorkerBase(SpecWorkerAdapter):
 
         An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
-        publish = on_publish or (lambda new_seq_lens: None)
+        publish = on_publish or nothing
         self.step += 1
         try:
             return self._run(batch, publish)

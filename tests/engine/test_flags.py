@@ -121,12 +121,8 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
     flag = f"--{rule.name.replace('_', '-')}={value}"
     assert rule.refusal(context.args) == f"DSPARK cannot run with {flag}; {rule.reason}"
     if rule.adjusts:
-        same = (
-            one
-            for one in broken_rules(context, adjusts=True)
-            if (one.name, one.served[0]) == (rule.name, rule.served[0])
-        )
-        found = next(same).adjustment(context.args)
+        adjusted = [one.adjustment(context.args) for one in broken_rules(context, adjusts=True)]
+        found = next(one for one in adjusted if (one.name, one.value) == (rule.name, rule.served[0]))
         instead = "is dropped" if rule.served[0] in (None, False) else f"becomes {rule.served[0]}"
         assert found.said == f"{flag} {instead}: {rule.reason}"
         setattr(context.args, found.name, found.value)

@@ -28,6 +28,7 @@ from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Encoded, Encoder
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
+from sglang_dspark.errors import nothing
 from sglang_dspark.features.short_prompts.verification import Blocks, PromptRows
 from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import verified_sooner
@@ -76,8 +77,9 @@ class RunningWithPrefill:
             future_map.resolve_seq_lens_cpu(batch)
         resolve_forward_inputs(batch, future_map)
         kept = list(vars(batch).values())
+        # Without overlap the next step gets the lengths from the batch.
         with scheduler._forward_isolation(batch, overlap=False):
-            result = step(batch, partial(future_map.publish, rows) if overlap else _nowhere)
+            result = step(batch, partial(future_map.publish, rows) if overlap else nothing)
         batch.spec_info = result.next_draft_input
         self.drafted = result.record is not None and result.record.decision.draft_len > 0
         if overlap:
@@ -164,10 +166,6 @@ def process_running(processed: None, scheduler: Scheduler, batch: object, result
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
         getattr(running.req_to_token_pool, PART).count(outcome)
-
-
-def _nowhere(new_seq_lens: torch.Tensor) -> None:
-    """Publish nothing: without overlap the next step gets the lengths from the batch."""
 
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
