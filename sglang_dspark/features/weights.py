@@ -132,7 +132,8 @@ class Weights(Part):
     @cached_property
     def runners(self) -> Sequence[tuple[str, Any]]:
         """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
-        model, network = self.drafter.model, _Network(self._keep)
+        model, network = self.drafter.model, torch.nn.Module()
+        network.load_weights = self._keep  # type: ignore[assignment]
         updater = replace(self._driver.target_worker.model_runner.weight_updater, get_model=lambda: network)
         checker = WeightChecker(get_model=lambda: model)
         return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
@@ -146,14 +147,6 @@ class Weights(Part):
 
     def report(self) -> dict[str, Any]:
         return {"weights": {"updates": self._written, "failure": self._failure or None}}
-
-
-class _Network(torch.nn.Module):
-    """Looks to SGLang's loaders like a network whose tensors they may write."""
-
-    def __init__(self, load: Callable[[Named], None]) -> None:
-        super().__init__()
-        self.load_weights = load
 
 
 _WRITES = (

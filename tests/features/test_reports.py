@@ -289,7 +289,7 @@ class Replica:
     def answer(self):
         versions = Versions(("default", ""))
         if "bad" in self.state:
-            versions.first_drafts.counts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
+            versions.first_drafts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.uptime_s,
