@@ -161,18 +161,15 @@ class Adjustments(LogitsPart):
             return self._slots[req]
         self._forget_finished()
         if not self._free:
-            self._grow()
+            size = len(self._table)
+            self._table = self._table.grown(2 * size or FIRST_SLOTS)
+            self._free = list(range(size, len(self._table)))
         slot = self._slots[req] = self._free.pop()
         return slot
 
     def _forget_finished(self) -> None:
         for req in [req for req in self._slots if not is_running(req)]:
             self._free.append(self._slots.pop(req))
-
-    def _grow(self) -> None:
-        size = len(self._table)
-        self._table = self._table.grown(2 * size or FIRST_SLOTS)
-        self._free = list(range(size, len(self._table)))
 
 
 class StepAdjuster(StepPart):

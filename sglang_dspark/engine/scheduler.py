@@ -232,7 +232,7 @@ def failure_report(error: Exception, step: int, requests: int) -> str:
 
 
 def failed_stage(error: Exception) -> str:
-    """Return where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject_context``."""
+    """Return where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject``."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = next((place for place, name in enumerate(names) if name in _PARTS), None)
     if place is None:

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.answers import Ends, Logprobs
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, round_keys
@@ -88,10 +87,12 @@ class SpecWorkerBase(SpecWorkerAdapter):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
+        drafter: with a network or without; made with the worker.
         schedule: made with the worker.
         control: of its steps; made when it is prepared to serve.
     """
 
+    drafter: Any
     schedule: Schedule
     control: StepControl
 
@@ -119,25 +120,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
         self.step = 0
 
     @abstractmethod
-    def inject_context(
-        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
-
-        In place of the ids come embeddings [n, d] of the rows if pictures are among them.
-        """
-
-    @abstractmethod
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
-
-    @abstractmethod
     def decode(self, batch: ScheduleBatch, publish: Publish) -> DSparkBatchResult:
         """Run one speculative step; call ``publish(new_seq_lens)`` once the lengths are known on the device."""
-
-    @abstractmethod
-    def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
-        """Make the draft K/V pool of ``num_slots`` rows and return it."""
 
     @abstractmethod
     def prepare_to_serve(self) -> None:
@@ -145,9 +129,9 @@ class SpecWorkerBase(SpecWorkerAdapter):
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
-        allocator = pools["token_to_kv_pool_allocator"]
-        with kv_region(self._target_worker.model_runner):
-            cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
+        allocator, runner = pools["token_to_kv_pool_allocator"], self._target_worker.model_runner
+        with kv_region(runner):
+            cache = self.drafter.allocate(allocator.size_full + allocator.page_size, runner.dtype)
         for part in self.parts:
             part.pools_made(allocator, cache)
 
@@ -222,8 +206,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
-        self.inject_context(ids if embedded is None else embedded, captured, positions, batch.out_cache_loc)
-        self.remember(ids, batch.out_cache_loc)
+        self.drafter.inject(ids if embedded is None else embedded, captured, positions, batch.out_cache_loc)
+        self.drafter.remember(ids, batch.out_cache_loc)
         for part in self.parts:
             part.prefill_done(batch)
         result.next_draft_input = DSparkDraftInput(

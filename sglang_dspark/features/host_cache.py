@@ -88,7 +88,8 @@ class HostCache(Part):
         for req, length in zip(prompts_of(batch), batch.prefix_lens, strict=False):
             if length > 0:
                 tokens = torch.tensor(req.get_fill_ids()[:length])
-                self._worker.remember(to_device(tokens, table.device), table[req.kv.req_pool_idx, :length])
+                slots = table[req.kv.req_pool_idx, :length]
+                self._worker.drafter.remember(to_device(tokens, table.device), slots)
 
 
 FEATURE = Feature(

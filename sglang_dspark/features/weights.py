@@ -85,30 +85,6 @@ class Weights(Part):
         drafted, self._drafted = self._drafted, []
         return drafted
 
-    def write_drafter(self, named: Named) -> None:
-        """Write tensors of the drafter, next to those of the target that it reads; all ranks call it.
-
-        Raises:
-            DSparkError: there is no drafter, or one does not fit; nothing was written.
-        """
-        self.drafter.follow_target()
-        self.drafter.write(named)
-        self.new_drafter = True
-
-    def load_drafter(self, path: str) -> Callable[[], None]:
-        """Load a checkpoint while the drafter serves, and return what puts it in its place; all ranks call both.
-
-        Raises:
-            DSparkError: there is no drafter, or the checkpoint does not fit.
-        """
-        put = self.drafter.load_new(path)
-
-        def replace() -> None:
-            put()
-            self.new_drafter = True
-
-        return replace
-
     def follow(self) -> None:
         """Have the decoder follow all that was written since it last did; all ranks call it."""
         new, self.new_drafter = self.new_drafter, False
@@ -209,7 +185,9 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     answer, drafted = _agreed(answer, manager.tp_cpu_group), weights.drafted()
     if drafted and answer.success:
         try:
-            weights.write_drafter(drafted)
+            weights.drafter.follow_target()  # whose tensors it may read
+            weights.drafter.write(drafted)
+            weights.new_drafter = True
         except Exception as error:  # noqa: BLE001 - whatever comes of writing into memory
             answer = _failed(name, error)
         answer = _agreed(answer, manager.tp_cpu_group)
@@ -249,9 +227,10 @@ def _check_target(driver: StepDriver, path: Path) -> None:
 
 def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
+    weights = weights_of(driver)
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
-        put = weights_of(driver).load_drafter(request.model_path)
+        put = weights.drafter.load_new(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log_failure(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the previous drafter stays in use")
@@ -259,6 +238,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     if not answer.success:
         return answer
     put()
+    weights.new_drafter = True
     manager.record_weight_version_after_update(request.weight_version)
     if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
         answer.message += (
