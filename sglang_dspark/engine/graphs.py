@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _WARM_UPS = 2  # kernels are compiled and libraries make their workspaces
 _uncopied: ContextVar[bool] = ContextVar("uncopied_logits", default=False)
+"""Whether forwards return logits in the dtype of the target's LM head."""
 
 
 class Captured(Generic[T]):
@@ -190,30 +191,23 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
-        dtype = _uncopied_logits() if logits is None else nullcontext()
         # With the batch, from which routing of experts learns how many rows are real.
         context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)
-        with dtype, context:
-            set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
-            set_is_extend_in_batch(False)
-            real_tokens.copy_(plan.indptr[-1])
-            layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
-            for part in parts:
-                part.prepare(plan, forward_batch)
-            output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
+        before = _uncopied.set(logits is None)
+        try:
+            with context:
+                set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
+                set_is_extend_in_batch(False)
+                real_tokens.copy_(plan.indptr[-1])
+                layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
+                for part in parts:
+                    part.prepare(plan, forward_batch)
+                output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
+        finally:
+            _uncopied.reset(before)
         return TargetOutput(replace(output, hidden_states=None), output.hidden_states, layout.advance)
 
     return run
-
-
-@contextmanager
-def _uncopied_logits() -> Iterator[None]:
-    """Have forwards inside return logits in the dtype of the target's LM head."""
-    token = _uncopied.set(True)
-    try:
-        yield
-    finally:
-        _uncopied.reset(token)
 
 
 @hook(
@@ -230,7 +224,7 @@ def copy_logits(
     *args: object,
     **kwargs: object,
 ) -> torch.Tensor:
-    """Leave the copy of logits to float32 out inside :func:`_uncopied_logits`.
+    """Leave the copy of logits to float32 out where :data:`_uncopied` says so.
 
     Logits that SGLang caps after the copy are copied: in 16 bit, capped ones would be equal that were not.
     """

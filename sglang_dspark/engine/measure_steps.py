@@ -321,11 +321,12 @@ def table_key(
 ) -> dict[str, str]:
     """Return the properties of a server that its table depends on; ``cuda_graphs`` names those of its steps."""
     runner, on_gpu = target_worker.model_runner, torch.device(target_worker.device).type == "cuda"
+    config = Path(draft_path) / "config.json"  # from which the drafter's shape follows
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "target": _identity(server_args.model_path, _shape(runner.model_config.hf_config.to_dict())),
-        "draft": _identity(draft_path, _configuration(Path(draft_path))),
+        "draft": _identity(draft_path, config.read_bytes() if config.is_file() else b""),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
@@ -350,12 +351,6 @@ def _shape(config: Mapping[str, object]) -> bytes:
     """Return a target's configuration as the server runs it, overrides included: its shape follows from it."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
     return json.dumps(shape, sort_keys=True, default=str).encode()
-
-
-def _configuration(folder: Path) -> bytes:
-    """Return the file that a drafter's shape follows from; nothing without one."""
-    file = folder / "config.json"
-    return file.read_bytes() if file.is_file() else b""
 
 
 def _cpu_name() -> str:
