@@ -28,24 +28,16 @@ from sglang_dspark.step.packed import copy_to_host, host_index
 _MAX_ROWS = 256
 
 
-def with_logprobs(
-    batch: ScheduleBatch,
-    output: LogitsProcessorOutput,
-    indptr: torch.Tensor,  # [at least bs + 1] int64
-    tokens: torch.Tensor,  # [bs] or [bs, w] int64
-    temperatures: torch.Tensor,  # [bs] float32
-) -> LogitsProcessorOutput:
+def with_logprobs(batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens) -> LogitsProcessorOutput:
     """Return SGLang's ``LogitsProcessorOutput`` with the log-probabilities that requests of ``batch`` asked for.
 
     Args:
-        output: its logits [N, V] are as they were when ``tokens`` were drawn. Not modified: a captured graph owns it.
-        indptr: first row of each request; token i of a request was drawn from row i of its rows.
-        tokens: tokens committed, of a decode step with -1 after them.
-        temperatures: 1 for greedy requests.
+        output: its logits are [N, V]. Not modified: a captured graph owns it.
 
     Returns:
         A copy of ``output``. Lists have an entry per request and slot, empty if it did not ask.
     """
+    indptr, tokens, temperatures = drawn
     width = 1 if tokens.ndim == 1 else tokens.shape[1]
     entries = len(batch.reqs) * width
     filled = replace(output, next_token_logprobs=torch.zeros(tokens.shape, device=tokens.device))
@@ -68,25 +60,6 @@ def with_logprobs(
         if filled.next_token_token_ids_logprobs_val is not None:
             _fill_named(filled, logprobs, width, requests, batch.token_ids_logprobs)
     return filled
-
-
-def drop_rejected(output: LogitsProcessorOutput, committed: Sequence[int]) -> None:
-    """Empty the entries of tokens that were not committed: SGLang makes Python lists of all of them.
-
-    Args:
-        output: of :func:`with_logprobs`, arrived on the host; the lists that it holds are changed.
-        committed: tokens of each request of the batch.
-    """
-    for lists in (
-        output.next_token_top_logprobs_val,
-        output.next_token_top_logprobs_idx,
-        output.next_token_token_ids_logprobs_val,
-    ):
-        if lists:
-            width = len(lists) // len(committed)
-            for request, num_tokens in enumerate(committed):
-                first, end = request * width + num_tokens, (request + 1) * width
-                lists[first:end] = [lists[first][:0]] * (end - first) if first < end else []
 
 
 def _logprobs(
@@ -135,11 +108,23 @@ class Logprobs(Part):
     def tokens_drawn(
         self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
     ) -> LogitsProcessorOutput:
-        return with_logprobs(batch, output, *drawn) if batch.return_logprob else output
+        return with_logprobs(batch, output, drawn) if batch.return_logprob else output
 
     def tokens_come(self, batch: ScheduleBatch, result: DSparkBatchResult, tokens: Sequence[Sequence[int]]) -> None:
-        if batch.return_logprob:
-            drop_rejected(result.logits_output, list(map(len, tokens)))
+        """Empty the entries of tokens that were not committed: SGLang makes Python lists of all of them."""
+        if not batch.return_logprob:
+            return
+        output = result.logits_output
+        for lists in (
+            output.next_token_top_logprobs_val,
+            output.next_token_top_logprobs_idx,
+            output.next_token_token_ids_logprobs_val,
+        ):
+            if lists:
+                width = len(lists) // len(tokens)
+                for request, committed in enumerate(tokens):
+                    first, end = request * width + len(committed), (request + 1) * width
+                    lists[first:end] = [lists[first][:0]] * (end - first) if first < end else []
 
 
 class Ends(Part):

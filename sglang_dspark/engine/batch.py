@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from dspark_kernels import ChainRules, DraftBlock, RoundKeys, SamplingBatch
@@ -59,7 +59,10 @@ class CachedByBatch(Generic[T]):
 
 
 DECODED_WITH_PREFILL = "dspark_decoded_with_prefill"
-"""Attribute of a batch of prompts that names what runs with it in the same step."""
+"""Attribute of a batch of prompts that names the requests next to it in the same step, if these are not in the batch.
+
+It has their number as its length, and in ``drafted`` whether their drafts took a part of the step's time.
+"""
 
 
 class SamplingReader(CachedByBatch[SamplingBatch]):
@@ -252,28 +255,6 @@ def prompts_of(batch: ScheduleBatch) -> Sequence[Req]:
     Of the others the host does not know the last tokens under overlap.
     """
     return batch.reqs[: len(batch.reqs) - len(batch.decoding_reqs or ())]
-
-
-class DecodedWithPrefill(Protocol):
-    """Requests that are not in a batch of prompts, and have rows in its step.
-
-    Attributes:
-        drafted: whether their drafts took a part of the step's time.
-    """
-
-    drafted: bool
-
-    def __len__(self) -> int: ...
-
-
-def decoded_with_prefill(prompts: ScheduleBatch) -> DecodedWithPrefill | None:
-    """Return the requests next to a batch of prompts; None if there are none, or they are in the batch."""
-    return vars(prompts).get(DECODED_WITH_PREFILL)
-
-
-def additional_batches(result: object) -> Sequence[ScheduleBatch]:
-    """Return the batches whose requests get tokens from a result of SGLang's, next to the batch that it belongs to."""
-    return getattr(result, "additional_batches", ())
 
 
 def is_running(req: Req) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import mean, median
 from time import perf_counter
 from typing import NamedTuple, TypeGuard
@@ -390,9 +390,5 @@ def _described(ways: Ways, size: int) -> str:
     if ways.same_bits:
         padded = "" if ways.least_rows == 1 else f", of which there are at least {ways.least_rows}"
         return f"{ways.by_rows[0]} with the same bits for all numbers of rows{padded}; {weights}"
-    spans, begin = [], 1
-    for rows, way in enumerate(ways.by_rows[1:], 1):
-        if rows + 1 == len(ways.by_rows) or ways.by_rows[rows + 1] is not way:
-            spans.append(f"{way} for {begin} to {rows} rows")
-            begin = rows + 1
-    return f"{', '.join(spans)}; {weights}"
+    spans = [(way, list(rows)) for way, rows in groupby(range(1, len(ways.by_rows)), ways.by_rows.__getitem__)]
+    return f"{', '.join(f'{way} for {rows[0]} to {rows[-1]} rows' for way, rows in spans)}; {weights}"

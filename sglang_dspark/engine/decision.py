@@ -18,7 +18,7 @@ from sglang.srt.server_args import prepare_server_args
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import hooks, support
 from sglang_dspark.engine.checks import failures, refuse, why_not_ours
-from sglang_dspark.engine.feature import LaunchContext, Stage, other_servers
+from sglang_dspark.engine.feature import LaunchContext, Stage, all_features
 from sglang_dspark.engine.hooks import hook
 from sglang_dspark.engine.server import (
     Attached,
@@ -83,9 +83,9 @@ def _asked_for(config: DSparkConfig) -> OtherServer:
     Raises:
         ConfigError: there is none of this name.
     """
-    for server in other_servers():
-        if server.engine == config.engine:
-            return server(config)
+    for feature in all_features():
+        if feature.other_server is not None and feature.other_server.engine == config.engine:
+            return feature.other_server(config)
     raise ConfigError(
         f"{flag_name('engine')}={config.engine} asks for a worker that this installation of sglang-dspark does not "
         "have; pass auto, plugin or builtin"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -226,8 +226,3 @@ class Feature:
 def all_features() -> tuple[Feature, ...]:
     """Import and return the features in the order of their lines. No part may depend on the order of parts."""
     return tuple(resolve_name(f"{features.__name__}.{name}:FEATURE") for name in features.FEATURES)
-
-
-def other_servers() -> Sequence[type[OtherServer]]:
-    """Return the servers whose worker may decode in place of ours."""
-    return [feature.other_server for feature in all_features() if feature.other_server is not None]

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _WARM_UPS = 2  # kernels are compiled and libraries make their workspaces
 _uncopied: ContextVar[bool] = ContextVar("uncopied_logits", default=False)
+"""Whether forwards return logits in the dtype of the target's LM head."""
 
 
 class Captured(Generic[T]):
@@ -168,14 +169,7 @@ def static_verify(
     """
     num_tokens = len(plan.input_ids)
     real_tokens = torch.zeros((), dtype=torch.int32, device=plan.input_ids.device)
-    layout = DSparkVerifyInput(
-        draft_token=plan.input_ids,
-        positions=plan.positions,
-        draft_token_num=plan.width,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        indptr=plan.indptr,
-        requests=plan.requests,
-    )
+    layout = DSparkVerifyInput.of(plan)
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
         global_forward_mode=ForwardMode.TARGET_VERIFY,
@@ -197,30 +191,23 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
-        dtype = _uncopied_logits() if logits is None else nullcontext()
         # With the batch, from which routing of experts learns how many rows are real.
         context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)
-        with dtype, context:
-            set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
-            set_is_extend_in_batch(False)
-            real_tokens.copy_(plan.indptr[-1])
-            layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
-            for part in parts:
-                part.prepare(plan, forward_batch)
-            output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
+        before = _uncopied.set(logits is None)
+        try:
+            with context:
+                set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
+                set_is_extend_in_batch(False)
+                real_tokens.copy_(plan.indptr[-1])
+                layout.slots_of_windows = slots_of_windows(model_runner, plan.slots)
+                for part in parts:
+                    part.prepare(plan, forward_batch)
+                output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
+        finally:
+            _uncopied.reset(before)
         return TargetOutput(replace(output, hidden_states=None), output.hidden_states, layout.advance)
 
     return run
-
-
-@contextmanager
-def _uncopied_logits() -> Iterator[None]:
-    """Have forwards inside return logits in the dtype of the target's LM head."""
-    token = _uncopied.set(True)
-    try:
-        yield
-    finally:
-        _uncopied.reset(token)
 
 
 @hook(
@@ -237,7 +224,7 @@ def copy_logits(
     *args: object,
     **kwargs: object,
 ) -> torch.Tensor:
-    """Leave the copy of logits to float32 out inside :func:`_uncopied_logits`.
+    """Leave the copy of logits to float32 out where :data:`_uncopied` says so.
 
     Logits that SGLang caps after the copy are copied: in 16 bit, capped ones would be equal that were not.
     """
@@ -271,21 +258,14 @@ def prefill_graphs(
 ) -> object:
     """Let SGLang capture; go on without graphs of prefills where that fails, or where they lose the hidden states."""
     try:
-        if not _lose_states():
+        if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
             return original(model_runner=model_runner, eager_runner=eager_runner, **others)
+        logger.warning("DSPARK: prefill runs without CUDA graphs: those that SGLang has chosen return no hidden states")
     except Exception as error:
         if get_parallel().tp_size > 1:  # ranks capture in step: the others wait for this one
             raise
         logger.warning("DSPARK: prefill runs without CUDA graphs, which cannot be captured here: %s", error)
     return _nothing_captured(eager_runner, "prefill")
-
-
-def _lose_states() -> bool:
-    """Return whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
-    if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
-        return False
-    logger.warning("DSPARK: prefill runs without CUDA graphs: those that SGLang has chosen return no hidden states")
-    return True
 
 
 def _nothing_captured(runner: object, phase: str) -> GraphCapture:

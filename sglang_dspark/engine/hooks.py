@@ -25,7 +25,7 @@ from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.config import option_text
-from sglang_dspark.engine.feature import Feature, Where, all_features
+from sglang_dspark.engine.feature import Where, all_features
 from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.engine.support import OTHER_RELEASE, installed_sglang
 from sglang_dspark.errors import EngineError
@@ -117,15 +117,6 @@ def _hooks_of_core(*places: Where) -> Iterator[Hook]:
             yield from (hook for hook in _declared[f"{CORE}.{module}"] if hook.where == place)
 
 
-def feature_hooks(feature: Feature, *places: Where) -> Iterator[Hook]:
-    """Import all modules of a feature, and yield its hooks of these places."""
-    package = import_module(feature.package)
-    below = iter_modules(getattr(package, "__path__", ()), f"{feature.package}.")
-    for name in (feature.package, *(module.name for module in below)):
-        import_module(name)
-        yield from (hook for hook in _declared[name] if hook.where in places)
-
-
 def register_flags() -> None:
     """Hand SGLang the hooks that are there before DSPARK is selected; it applies them when its plugins are loaded.
 
@@ -147,8 +138,13 @@ def _hooks(args: ServerArgs | None, *places: Where) -> Iterator[Hook]:
     """Yield the hooks of these places, of the features that a server with these arguments uses; without any, of all."""
     yield from _hooks_of_core(*places)
     for feature in all_features():
-        if args is None or feature.is_used(args):
-            yield from feature_hooks(feature, *places)
+        if args is not None and not feature.is_used(args):
+            continue
+        package = import_module(feature.package)
+        below = iter_modules(getattr(package, "__path__", ()), f"{feature.package}.")
+        for name in (feature.package, *(module.name for module in below)):
+            import_module(name)
+            yield from (hook for hook in _declared[name] if hook.where in places)
 
 
 def install(args: ServerArgs, *places: Where) -> None:

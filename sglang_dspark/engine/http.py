@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from functools import cache
 from http import HTTPStatus
-from types import FrameType
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -34,7 +33,7 @@ from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.requests import ASKED
 from sglang_dspark.engine.server import TargetOnly, attached, speculating
-from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.errors import BusyError
 
 FIELD = "speculation"
@@ -50,14 +49,9 @@ MAX_WAITING = 16
 T = TypeVar("T")
 APP_OF_WORKERS = "sglang_dspark.engine.http:app"
 # Two would give the server another part to play. The last one sets what other speculative algorithms read.
-REFUSED_ROUTES = (
-    "/pd_role_switch",
-    "/scale_elastic_ep",
-    "/set_internal_state",
-)
+REFUSED_ROUTES = ("/pd_role_switch", "/scale_elastic_ep", "/set_internal_state")
 REFUSED_CHANGES = ("/hicache/storage-backend",)
 """Routes that are only read: other methods than GET would move K/V beyond the host's memory, and the draft K/V not."""
-SignalHandler = Callable[[int, FrameType | None], object]
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -75,23 +69,14 @@ def mount(server_args: ServerArgs, *args: object, **kwargs: object) -> None:
     """
     if server_args.tokenizer_worker_num > 1:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(APP_OF_WORKERS)
+        # SGLang's handler ends the server when one of its processes says that it has failed. uvicorn's supervisor of
+        # several workers would take its place, and do nothing: requests would hang.
         if callable(end := signal.getsignal(signal.SIGQUIT)):
-            _listen_to_failures(end)
+            Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
     else:
         from sglang.srt.entrypoints.http_server import app
 
         add_to(app, server_args)
-
-
-def _listen_to_failures(end: SignalHandler) -> None:
-    """Have uvicorn's supervisor of several workers end the server when a process of SGLang says that it has failed.
-
-    It would take the place of SGLang's handler of that signal, and do nothing: requests would hang.
-
-    Args:
-        end: SGLang's handler.
-    """
-    Multiprocess.handle_quit = lambda supervisor: end(signal.SIGQUIT, None)  # type: ignore[attr-defined]
 
 
 def add_to(app: FastAPI, server_args: ServerArgs) -> None:
@@ -116,16 +101,6 @@ def without_root(path: str, root_path: str) -> str:
     """
     rest = path.removeprefix(root_path)
     return rest if rest.startswith("/") else path
-
-
-def is_refused(path: str, method: str) -> bool:
-    """Return whether a request answers HTTP 400, whatever it asks for.
-
-    Args:
-        path: without the server's root path.
-        method: of HTTP, in capitals.
-    """
-    return path in REFUSED_ROUTES or (path in REFUSED_CHANGES and method != "GET")
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
@@ -153,6 +128,14 @@ async def flat_object(request: Request, param: str, example: str) -> dict[str, S
         return fields
     message = f"the body must be a flat JSON object of at most {MAX_ORDER_BYTES} bytes in UTF-8 like {example}"
     return error_response(400, message, param)
+
+
+def tokenizer_manager() -> TokenizerManager:
+    """Return SGLang's own, which talks to the scheduler."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager: TokenizerManager = get_global_state().tokenizer_manager
+    return manager
 
 
 class Turns:
@@ -226,7 +209,7 @@ class SpeculationMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if scope["type"] == "http" and is_refused(path, scope["method"]):
+        if path in REFUSED_ROUTES or (path in REFUSED_CHANGES and scope["method"] != "GET"):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
             await error_response(400, message, None)(scope, receive, send)
             return

@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.batch import CachedByBatch, is_running, prompts_of
-from sglang_dspark.engine.part import LogitsPart, Worker
+from sglang_dspark.engine.part import LogitsPart, StepPart, Worker
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.step.packed import host_index
 from sglang_dspark.step.state import VerifyPlan
@@ -106,12 +106,6 @@ class Adjustments(LogitsPart):
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    @classmethod
-    def of(cls, worker: Worker) -> Adjustments:
-        """Return the part of a worker."""
-        runner = worker.model_runner
-        return cls(int(runner.model_config.vocab_size), torch.device(runner.device))
-
     def step_comes(self, batch: ScheduleBatch) -> StepAdjuster | None:
         has_any = batch.has_grammar or self._slots_of(batch.reqs) is not None
         return StepAdjuster(self, batch) if has_any else None
@@ -176,7 +170,9 @@ class Adjustments(LogitsPart):
             return self._slots[req]
         self._forget_finished()
         if not self._free:
-            self._grow()
+            size = len(self._table)
+            self._table = self._table.grown(2 * size or FIRST_SLOTS)
+            self._free = list(range(size, len(self._table)))
         slot = self._slots[req] = self._free.pop()
         return slot
 
@@ -184,13 +180,8 @@ class Adjustments(LogitsPart):
         for req in [req for req in self._slots if not is_running(req)]:
             self._free.append(self._slots.pop(req))
 
-    def _grow(self) -> None:
-        size = len(self._table)
-        self._table = self._table.grown(2 * size or FIRST_SLOTS)
-        self._free = list(range(size, len(self._table)))
 
-
-class StepAdjuster:
+class StepAdjuster(StepPart):
     """Adjust the logits of one decode step."""
 
     def __init__(self, adjuster: Adjustments, batch: ScheduleBatch) -> None:
@@ -207,14 +198,12 @@ class StepAdjuster:
             self._windows = [tokens[starts[i] : starts[i + 1]] for i in range(len(self._batch.reqs))]
 
     def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Adjust the rows of a verification [N, V] in place."""
         reqs = self._batch.reqs
         self._adjuster.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         if self._windows is not None:
             self._adjuster.mask(reqs, logits, self._windows)
 
     def accepted(self, tokens: torch.Tensor) -> None:
-        """Count new output tokens [bs, w] int64, -1 after them. No host sync."""
         self._adjuster.count(self._batch.reqs, tokens)
 
 
@@ -260,7 +249,7 @@ SWITCHES = (
 """Switches of SGLang by which its sampler looks for NaN."""
 
 
-class NanCheck(LogitsPart):
+class NanCheck(LogitsPart, StepPart):
     """Looks at all logits before anything else does; itself its part of every step."""
 
     @classmethod
@@ -274,12 +263,5 @@ class NanCheck(LogitsPart):
     def step_comes(self, batch: ScheduleBatch) -> Self:
         return self
 
-    def before_verify(self, plan: VerifyPlan) -> None:
-        """Wait for the logits."""
-
     def after_verify(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
-        """Treat the rows of a verification."""
         sanitize_nan_logits(logits, msg="DSPARK: target logits")
-
-    def accepted(self, tokens: torch.Tensor) -> None:
-        """Leave the tokens alone."""

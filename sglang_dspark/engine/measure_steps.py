@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Self
 
 import torch
@@ -69,9 +69,7 @@ class DummyBatch:
             translation[_FIRST_SLOT + every] = every % pool.size_swa + _FIRST_SLOT
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._runner.req_to_token_pool.req_to_token[: self._requests, : self._context + self._window] = 0
         if (translation := slot_translation(self._runner.token_to_kv_pool)) is not None:
             translation[:-1] = 0  # the last entry says -1 of -1
@@ -216,7 +214,10 @@ def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]
 
 def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
     agreement, given = stepper.agreement, options.sps_table_path
-    path, named = (_place_in_cache(key), False) if given is None else (Path(given).expanduser(), True)
+    named = given is not None
+    path = cached_file(CACHE, key) if given is None else Path(given).expanduser()
+    if path is None:
+        logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
     table = agreement.share(_load(path, key, named=named) if agreement.leads else None)
     # A bound on gaps needs one too, if there is a second number of drafts to measure.
@@ -227,13 +228,6 @@ def _load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str
     if agreement.leads:
         _save(table, path, named=named)
     return table
-
-
-def _place_in_cache(key: dict[str, str]) -> Path | None:
-    """Return where a table is kept; None for a user without a home, as in some containers."""
-    if (path := cached_file(CACHE, key)) is None:
-        logger.warning("DSPARK: this user has no home directory; step times are not kept unless %s names a file", _FLAG)
-    return path
 
 
 def _save(table: SpsTable, path: Path | None, *, named: bool) -> None:
@@ -327,11 +321,12 @@ def table_key(
 ) -> dict[str, str]:
     """Return the properties of a server that its table depends on; ``cuda_graphs`` names those of its steps."""
     runner, on_gpu = target_worker.model_runner, torch.device(target_worker.device).type == "cuda"
+    config = Path(draft_path) / "config.json"  # from which the drafter's shape follows
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "target": _identity(server_args.model_path, _shape(runner.model_config.hf_config.to_dict())),
-        "draft": _identity(draft_path, _configuration(Path(draft_path))),
+        "draft": _identity(draft_path, config.read_bytes() if config.is_file() else b""),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
@@ -356,12 +351,6 @@ def _shape(config: Mapping[str, object]) -> bytes:
     """Return a target's configuration as the server runs it, overrides included: its shape follows from it."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
     return json.dumps(shape, sort_keys=True, default=str).encode()
-
-
-def _configuration(folder: Path) -> bytes:
-    """Return the file that a drafter's shape follows from; nothing without one."""
-    file = folder / "config.json"
-    return file.read_bytes() if file.is_file() else b""
 
 
 def _cpu_name() -> str:

@@ -40,6 +40,7 @@ class Worker(Protocol):
     """Our worker, as far as parts know it.
 
     Attributes:
+        drafter: with a network or without.
         max_verify: drafts that a step may verify per request.
         draft_pool: the draft K/V as SGLang's kind of pool, where a feature copies it along.
     """
@@ -50,13 +51,11 @@ class Worker(Protocol):
     target_worker: TpModelWorker
     model_runner: ModelRunner
     agreement: Agreement
+    drafter: Any
     schedule: Schedule
     device: torch.device
     max_verify: int
     draft_pool: KVCache | None
-
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
 
     def set_hicache_consumer(self, index: int) -> None:
         """Have the next forward wait for a load from host memory, layer by layer; for none if the index is -1."""
@@ -190,8 +189,8 @@ class Part:
         return {}
 
 
-class StepPart(Protocol):
-    """A feature's part of one decode step, around its logits. The methods are called in this order."""
+class StepPart:
+    """A part of one decode step, around its logits. The methods do nothing, and are called in this order."""
 
     def before_verify(self, plan: VerifyPlan) -> None:
         """Read the rows, before the target's forward is launched: the host may wait here and nowhere else."""

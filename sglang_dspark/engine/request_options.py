@@ -1,35 +1,20 @@
-"""What requests ask for in the field ``speculation``, and the fields of SGLang that carry it.
-
-The second half of this module names each field of SGLang that carries what it was not made for, with the functions that
-write and read it. Nothing else puts anything into a field of SGLang in another sense than SGLang's own.
-"""
+"""What requests ask for in the field ``speculation``, and how SGLang carries it and the counts of their drafts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import torch
 from msgspec import Meta, Raw, Struct
 
-from sglang_dspark.declared import Scalar, int_range, truncate, validate
+from sglang_dspark.declared import int_range, truncate, validate
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.errors import best_effort
 from sglang_dspark.step.state import RequestLimits
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import (
-        BatchStrOutput,
-        BatchTokenIDOutput,
-        ReleaseMemoryOccupationReqInput,
-        ReleaseMemoryOccupationReqOutput,
-    )
-    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
-
 
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler: JSON text with what a request asks for, by feature."""
@@ -168,9 +153,6 @@ class BatchOptions:
         return replace(self, limits=replace(limits, max_verify=tuple(min(most, room) for most in limits.max_verify)))
 
 
-_QUESTION, _ONLY_ASKS, _REFUSED = "dspark", "dspark-release-nothing", "requests are running"
-
-
 def carry_counts(result: Any, verified: torch.Tensor, drafted: Sequence[int]) -> None:
     """Put on a result of SGLang's how many drafts were verified and drawn, for each request.
 
@@ -179,49 +161,3 @@ def carry_counts(result: Any, verified: torch.Tensor, drafted: Sequence[int]) ->
     the sum.
     """
     result.cap_lens, result.block_accept_lens = verified + 1, torch.tensor(drafted)
-
-
-def drafted_tokens(outputs: BatchStrOutput | BatchTokenIDOutput, i: int) -> int:
-    """Return the drafts drawn for a request of SGLang's outputs, over its whole answer."""
-    return int(outputs.spec_num_block_accept_tokens[i])
-
-
-def hide_drafted(reporter: SchedulerMetricsReporter) -> None:
-    """Have SGLang's log and metrics not take drafts drawn for the accepted lengths of blocks."""
-    reporter.spec_num_block_accept_tokens = 0
-
-
-def id_of_question(question: str, fields: Mapping[str, Scalar]) -> str:
-    """Return the id of SGLang's request for a scheduler's state that asks our question.
-
-    Such a request carries nothing else, and no client can write it.
-    """
-    return json.dumps({_QUESTION: {"question": question, "fields": dict(fields)}})
-
-
-def question_of(rid: str | None) -> tuple[str, dict[str, Scalar]] | None:
-    """Return the question and what belongs to it, of a request for a scheduler's state; None if SGLang asks."""
-    if rid is None:
-        return None
-    message = json.loads(rid)[_QUESTION]
-    return message["question"], message["fields"]
-
-
-def asking_release(asked: ReleaseMemoryOccupationReqInput) -> ReleaseMemoryOccupationReqInput:
-    """Return a request to release memory that only asks whether there are requests, by its id."""
-    return msgspec.structs.replace(asked, rid=_ONLY_ASKS)
-
-
-def asks_release(asked: ReleaseMemoryOccupationReqInput) -> bool:
-    """Return whether a request to release memory only asks."""
-    return asked.rid == _ONLY_ASKS
-
-
-def refusing_release(answer: ReleaseMemoryOccupationReqOutput) -> ReleaseMemoryOccupationReqOutput:
-    """Return a scheduler's answer that says by its id, which SGLang leaves empty, that it has not released memory."""
-    return msgspec.structs.replace(answer, rid=_REFUSED)
-
-
-def refuses_release(answer: ReleaseMemoryOccupationReqOutput) -> bool:
-    """Return whether a scheduler has not released memory."""
-    return answer.rid == _REFUSED

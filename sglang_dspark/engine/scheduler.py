@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req as Request
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.batch import DSparkBatchResult, additional_batches
+from sglang_dspark.engine.batch import DSparkBatchResult
 from sglang_dspark.engine.draft_input import most_rows
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.hooks import Moment, hook
@@ -150,7 +150,8 @@ def take_out_ended(scheduler: Scheduler, *args: object, **kwargs: object) -> Non
     decoding is paused, they hold memory that new weights make useless and that a release gives away.
     """
     results = scheduler.result_queue if scheduler.enable_overlap else ()
-    known = {req for batch, result in results for one in (batch, *additional_batches(result)) for req in one.reqs}
+    batches = (one for batch, result in results for one in (batch, *getattr(result, "additional_batches", ())))
+    known = {req for batch in batches for req in batch.reqs}
     running, last = scheduler.running_batch, scheduler.last_batch
     left = {*running.reqs, *(last.reqs if last else ())}
     if scheduler.chunked_req or not all(req.finished() or (req.to_finish and req in known) for req in left):
@@ -231,7 +232,7 @@ def failure_report(error: Exception, step: int, requests: int) -> str:
 
 
 def failed_stage(error: Exception) -> str:
-    """Return where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject_context``."""
+    """Return where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject``."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = next((place for place, name in enumerate(names) if name in _PARTS), None)
     if place is None:

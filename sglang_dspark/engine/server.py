@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import sglang.srt.environ as environ
 import sglang.srt.runtime_context as runtime_context
@@ -110,32 +111,32 @@ class DSparkServer:
         return self.config.max_verify(self.gamma) + 1
 
 
-class OtherServer(Protocol):
-    """A server that decodes with another worker than ours, with our schedule.
+@dataclass(frozen=True)
+class OtherServer(ABC):
+    """A server that decodes with another worker than ours, with our schedule. Made as far as our options say it.
 
     Attributes:
+        config: our options.
         engine: value of ``--speculative-dspark-engine`` that asks for the worker.
         takes_candidates: whether it verifies drafts that are not its drafter's.
     """
 
+    config: DSparkConfig
+
     engine: ClassVar[str]
     takes_candidates: ClassVar[bool]
 
-    def __init__(self, config: DSparkConfig) -> None:
-        """Make the server as far as our options say it."""
-
     @property
-    def config(self) -> DSparkConfig:
-        """Return our options."""
-
-    @property
+    @abstractmethod
     def reason(self) -> str:
         """Return why the worker decodes, and how."""
 
     @property
+    @abstractmethod
     def has_confidence_head(self) -> bool:
         """Return whether the worker knows how likely a draft survives."""
 
+    @abstractmethod
     def prepare(self, args: ServerArgs) -> None:
         """Prepare ``args`` for SGLang to resolve them.
 
@@ -143,6 +144,7 @@ class OtherServer(Protocol):
             ConfigError: our options or the arguments ask for what the worker does not have.
         """
 
+    @abstractmethod
     def settled(self, args: ServerArgs) -> Self:
         """Return the server with what follows from the arguments, which SGLang has resolved.
 
@@ -150,6 +152,7 @@ class OtherServer(Protocol):
             ConfigError: the worker would not serve them right.
         """
 
+    @abstractmethod
     def refusals(self, parameters: SamplingParams) -> Iterator[str]:
         """Yield a message for each parameter of a request that the worker would not follow."""
 

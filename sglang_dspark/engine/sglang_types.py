@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-    from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
@@ -138,7 +137,6 @@ class ModelRunner(Protocol):
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     attn_backend: AttentionBackend
     kv_index_translator: KVIndexTranslator
-    init_new_workspace: bool
     decode_cuda_graph_runner: BaseCudaGraphRunner
     prefill_cuda_graph_runner: BaseCudaGraphRunner
     eager_runner: BaseRunner
@@ -147,7 +145,6 @@ class ModelRunner(Protocol):
     lora_manager: LoRAManager
     weight_updater: WeightUpdater
     memory_saver_adapter: TorchMemorySaverAdapter
-    ngram_embedding_manager: NgramEmbeddingManager
     mrope_deltas: torch.Tensor  # ours
 
 
@@ -244,10 +241,6 @@ class Req(Protocol):
     is_retracted: bool
     return_logprob: bool
     seqlen: int
-    full_untruncated_fill_ids: Sequence[int]
-    prefix_len: int
-    extend_end: int | None
-    priority: int | None
     time_stats: SchedulerReqTimeStats
     spec_verify_ct: int
     spec_num_cap_tokens: int

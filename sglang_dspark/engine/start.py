@@ -79,7 +79,9 @@ def find_server(args: ServerArgs, config: DSparkConfig) -> DSparkServer:
     drafter = find_drafter(args, config, dummy=dummy)
     config, found = block_size_from_flags(args, config, None if drafter is None else drafter.config.gamma)
     server = DSparkServer(config, drafter, dummy, draft_window(args), args.enable_deterministic_inference)
-    return replace(server, adjustments=(*found, *flag_adjustments(LaunchContext(looked_up(args), server))))
+    context = LaunchContext(looked_up(args), server)
+    by_rules = (rule.adjustment(context.args) for rule in broken_rules(context, adjusts=True))
+    return replace(server, adjustments=(*found, *by_rules))
 
 
 @dataclass(frozen=True)
@@ -210,11 +212,6 @@ def complete(args: ServerArgs) -> None:
         server.window - 1,
         server.draft_path or "none",
     )
-
-
-def flag_adjustments(context: LaunchContext) -> tuple[Adjustment, ...]:
-    """Return the flags that rules of the core and of features adjust."""
-    return tuple(rule.adjustment(context.args) for rule in broken_rules(context, adjusts=True))
 
 
 def block_size_from_flags(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from dspark_kernels import (
@@ -328,6 +328,18 @@ class DSparkVerifyInput(DFlashVerifyInput):
     slots_of_windows: torch.Tensor | None = None
     advance: Callable[[torch.Tensor], None] | None = None
 
+    @classmethod
+    def of(cls, plan: VerifyPlan) -> Self:
+        """Return the layout of a plan's rows."""
+        return cls(
+            draft_token=plan.input_ids,
+            positions=plan.positions,
+            draft_token_num=plan.width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            indptr=plan.indptr,
+            requests=plan.requests,
+        )
+
 
 def slots_of_windows(runner: ModelRunner, slots: torch.Tensor) -> torch.Tensor | None:
     """Return :attr:`DSparkVerifyInput.slots_of_windows` of rows with these slots [N]."""
@@ -338,15 +350,8 @@ def slots_of_windows(runner: ModelRunner, slots: torch.Tensor) -> torch.Tensor |
 def run_verify(target_worker: TpModelWorker, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
     """Run the target over ``plan``'s tokens, eagerly."""
     batch = decode.batch
-    verify_input = DSparkVerifyInput(
-        draft_token=plan.input_ids,
-        positions=plan.positions,
-        draft_token_num=plan.width,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        indptr=plan.indptr,
-        slots_of_windows=slots_of_windows(target_worker.model_runner, plan.slots),
-        requests=plan.requests,
-    )
+    verify_input = DSparkVerifyInput.of(plan)
+    verify_input.slots_of_windows = slots_of_windows(target_worker.model_runner, plan.slots)
     if plan.verify_lens.device.type == "cpu":
         verify_input.tiles = tiles_of(
             target_worker.model_runner.req_to_token_pool.req_to_token,

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.answers import Ends, Logprobs
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, round_keys
@@ -48,6 +47,7 @@ from sglang_dspark.engine.sglang_types import (
 from sglang_dspark.engine.step_control import StepControl
 from sglang_dspark.engine.target import capturing_forward, kv_region
 from sglang_dspark.engine.verify import as_without_dspark, verify_with_prompts
+from sglang_dspark.errors import nothing
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.simulated_acceptance import acceptance_probabilities
 from sglang_dspark.step.packed import host_index
@@ -87,10 +87,12 @@ class SpecWorkerBase(SpecWorkerAdapter):
     """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below.
 
     Attributes:
+        drafter: with a network or without; made with the worker.
         schedule: made with the worker.
         control: of its steps; made when it is prepared to serve.
     """
 
+    drafter: Any
     schedule: Schedule
     control: StepControl
 
@@ -110,32 +112,16 @@ class SpecWorkerBase(SpecWorkerAdapter):
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         check = NanCheck.of(self)
-        self.logits_parts: tuple[LogitsPart, ...] = (*([] if check is None else [check]), Adjustments.of(self))
+        adjustments = Adjustments(int(target_worker.model_runner.model_config.vocab_size), self.device)
+        self.logits_parts: tuple[LogitsPart, ...] = (adjustments,) if check is None else (check, adjustments)
         self.parts = (*self.logits_parts, Logprobs(), Ends(), *parts_of(self, server_args))
         self.encoder = part_of(self.parts, Encoder)
         self.candidates = part_of(self.parts, CandidateSource)
         self.step = 0
 
     @abstractmethod
-    def inject_context(
-        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
-
-        In place of the ids come embeddings [n, d] of the rows if pictures are among them.
-        """
-
-    @abstractmethod
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep tokens [n] of requests' texts with their slots [n], to draft from them."""
-
-    @abstractmethod
     def decode(self, batch: ScheduleBatch, publish: Publish) -> DSparkBatchResult:
         """Run one speculative step; call ``publish(new_seq_lens)`` once the lengths are known on the device."""
-
-    @abstractmethod
-    def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
-        """Make the draft K/V pool of ``num_slots`` rows and return it."""
 
     @abstractmethod
     def prepare_to_serve(self) -> None:
@@ -143,9 +129,9 @@ class SpecWorkerBase(SpecWorkerAdapter):
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the draft K/V; the target's pool exists."""
-        allocator = pools["token_to_kv_pool_allocator"]
-        with kv_region(self._target_worker.model_runner):
-            cache = self.allocate_draft_cache(allocator.size_full + allocator.page_size)
+        allocator, runner = pools["token_to_kv_pool_allocator"], self._target_worker.model_runner
+        with kv_region(runner):
+            cache = self.drafter.allocate(allocator.size_full + allocator.page_size, runner.dtype)
         for part in self.parts:
             part.pools_made(allocator, cache)
 
@@ -190,7 +176,7 @@ class SpecWorkerBase(SpecWorkerAdapter):
 
         An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
-        publish = on_publish or (lambda new_seq_lens: None)
+        publish = on_publish or nothing
         self.step += 1
         try:
             return self._run(batch, publish)
@@ -220,8 +206,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
-        self.inject_context(ids if embedded is None else embedded, captured, positions, batch.out_cache_loc)
-        self.remember(ids, batch.out_cache_loc)
+        self.drafter.inject(ids if embedded is None else embedded, captured, positions, batch.out_cache_loc)
+        self.drafter.remember(ids, batch.out_cache_loc)
         for part in self.parts:
             part.prefill_done(batch)
         result.next_draft_input = DSparkDraftInput(

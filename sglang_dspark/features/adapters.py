@@ -8,7 +8,7 @@ with one adapter, so the layout is made of the boundaries between requests, on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from dspark_kernels import to_device
@@ -66,12 +66,13 @@ HostChoice = tuple[list[int], list[int], list[float]]
 """The lists of an :class:`AdapterChoice`, on the host."""
 
 
-def choose_adapters(manager: LoRAManager, adapter_ids: Sequence[str | None]) -> HostChoice:
+def choose_adapters(manager: LoRAManager, adapter_ids: Sequence[str | None], slots: int) -> HostChoice:
     """Return where the adapters of a step's requests lie in the pool of loaded ones.
 
     Args:
         manager: SGLang's ``LoRAManager``.
         adapter_ids: of each request; None for the target as it is.
+        slots: of requests; those after the requests have no rows, so any adapter does for them.
     """
     indices = manager.memory_pool.uid_to_buffer_id
     buffers = [indices[adapter_id] for adapter_id in adapter_ids]
@@ -80,11 +81,10 @@ def choose_adapters(manager: LoRAManager, adapter_ids: Sequence[str | None]) -> 
         if adapter_id is not None:
             adapter = manager.loras[adapter_id]
             ranks[index], scalings[index] = adapter.config.r, adapter.scaling
-    return buffers, ranks, scalings
+    return buffers + [0] * (slots - len(buffers)), ranks, scalings
 
 
-@dataclass(frozen=True)
-class AdapterChoice:
+class AdapterChoice(NamedTuple):
     """The adapter of each request, on the device.
 
     Attributes:
@@ -98,21 +98,11 @@ class AdapterChoice:
     scalings: torch.Tensor
 
     @classmethod
-    def empty(cls, requests: int, adapters: int, device: torch.device | str) -> AdapterChoice:
-        """Return the choice for so many requests, all of them without an adapter."""
-        return cls(
-            torch.zeros(requests, dtype=torch.int32, device=device),
-            torch.zeros(adapters, dtype=torch.int32, device=device),
-            torch.zeros(adapters, dtype=torch.float32, device=device),
-        )
-
-    def fill(self, choice: HostChoice) -> None:
-        """Copy ``choice`` here; request slots after its requests have no rows, so any adapter does for them."""
-        buffers, ranks, scalings = choice
-        device = self.buffers.device
-        self.buffers[: len(buffers)] = to_device(torch.tensor(buffers, dtype=torch.int32), device)
-        self.ranks.copy_(to_device(torch.tensor(ranks, dtype=torch.int32), device))
-        self.scalings.copy_(to_device(torch.tensor(scalings, dtype=torch.float32), device))
+    def of(cls, choice: HostChoice, device: torch.device) -> AdapterChoice:
+        """Copy ``choice`` to a device."""
+        kinds = torch.int32, torch.int32, torch.float32
+        parts = (torch.tensor(part, dtype=kind) for part, kind in zip(choice, kinds, strict=True))
+        return cls(*(to_device(part, device) for part in parts))
 
 
 def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
@@ -181,9 +171,8 @@ def prepare_verification(original: Callable[..., None], manager: LoRAManager, fo
         original(manager, forward_batch)
         return
     assert layout.indptr is not None, "run_verify fills it"
-    bs = len(layout.indptr) - 1
-    choice = AdapterChoice.empty(bs, manager.max_loras_per_batch, layout.indptr.device)
-    choice.fill(choose_adapters(manager, forward_batch.lora_ids))
+    chosen = choose_adapters(manager, forward_batch.lora_ids, len(layout.indptr) - 1)
+    choice = AdapterChoice.of(chosen, layout.indptr.device)
     lay_out(manager.lora_backend, choice, layout.indptr, layout.draft_token_num, len(forward_batch.input_ids))
 
 
@@ -196,15 +185,16 @@ class CapturedAdapters:
         device: of the target.
     """
 
-    def __init__(self, manager: LoRAManager, requests: int, device: torch.device | str) -> None:
-        self._manager = manager
-        self._buffers = AdapterChoice.empty(requests, manager.max_loras_per_batch, device)
-        self._staged: HostChoice | None = None
+    def __init__(self, manager: LoRAManager, requests: int, device: str) -> None:
+        self._manager, self._requests, self._device = manager, requests, torch.device(device)
+        adapters = manager.max_loras_per_batch
+        self._staged: HostChoice = [0] * requests, [0] * adapters, [0.0] * adapters
+        self._buffers = AdapterChoice.of(self._staged, self._device)
 
     def prepare(self, plan: VerifyPlan, forward_batch: ForwardBatch) -> None:
         """Lay out the adapters over the rows of ``plan``, as a part of its captured verification."""
         slots = len(plan.indptr) - 1
-        choice = AdapterChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
+        choice = self._buffers._replace(buffers=self._buffers.buffers[:slots])
         lay_out(self._manager.lora_backend, choice, plan.indptr, plan.width, len(plan.input_ids))
 
     def stage(self, batch: ScheduleBatch | None) -> None:
@@ -215,9 +205,10 @@ class CapturedAdapters:
         """
         adapter_ids = [] if batch is None else [req.lora_id for req in batch.reqs]
         self._manager.fetch_new_loras(set(adapter_ids))
-        choice = choose_adapters(self._manager, adapter_ids)
+        choice = choose_adapters(self._manager, adapter_ids, self._requests)
         if choice != self._staged:
-            self._buffers.fill(choice)
+            for buffer, chosen in zip(self._buffers, AdapterChoice.of(choice, self._device), strict=True):
+                buffer.copy_(chosen)
             self._staged = choice
 
 

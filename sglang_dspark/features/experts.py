@@ -6,9 +6,8 @@ with its experts. So what SGLang reads by the slots of a complete text are the r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
-import torch
 from sglang.srt.state_capturer.base import BaseDeviceCache
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 
@@ -16,18 +15,6 @@ from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 from sglang_dspark.engine.part import Part, Worker
 from sglang_dspark.engine.sglang_types import GenerationBatchResult
 from sglang_dspark.step.state import VerifyPlan
-
-
-class _Rows(NamedTuple):
-    """Holds what SGLang reads of a ``ForwardBatch`` when it looks for experts.
-
-    Attributes:
-        out_cache_loc: [N] int64 slots of the rows.
-        out_cache_loc_virtual: None, where slots have one number.
-    """
-
-    out_cache_loc: torch.Tensor
-    out_cache_loc_virtual: None = None
 
 
 class RoutedExperts(Part):
@@ -54,7 +41,7 @@ class RoutedExperts(Part):
     def step_launched(self, plan: VerifyPlan, result: GenerationBatchResult) -> None:
         """Have the experts of the rows copied with the tokens."""
         result.routed_experts_output = self._capturer.on_forward_end(
-            forward_batch=_Rows(plan.slots),
+            forward_batch=SimpleNamespace(out_cache_loc=plan.slots, out_cache_loc_virtual=None),  # all that it reads
             can_run_graph=False,
             cuda_graph_batch=None,
             no_copy_to_cpu=not self._worker.server_args.disable_overlap_schedule,

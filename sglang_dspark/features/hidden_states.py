@@ -42,16 +42,12 @@ class HiddenStates(Part):
     """Have answers carry the states that requests ask for.
 
     Args:
-        whole_prompts: whether SGLang looks for the states of all tokens of a prefill, and not of each prompt's last.
+        worker: ours.
     """
 
-    def __init__(self, *, whole_prompts: bool) -> None:
-        self._whole_prompts = whole_prompts
-
-    @classmethod
-    def of(cls, worker: Worker) -> HiddenStates:
-        """Return the part of a worker."""
-        return cls(whole_prompts=worker.server_args.return_hidden_states_mode != "last")
+    def __init__(self, worker: Worker) -> None:
+        # Whether SGLang looks for the states of all tokens of a prefill, and not of each prompt's last.
+        self._whole_prompts = worker.server_args.return_hidden_states_mode != "last"
 
     def tokens_drawn(
         self, batch: ScheduleBatch, output: LogitsProcessorOutput, drawn: DrawnTokens
@@ -72,5 +68,5 @@ class HiddenStates(Part):
 FEATURE = Feature(
     __name__,
     is_used=lambda args: bool(args.enable_return_hidden_states or args.return_hidden_states_mode),
-    part=HiddenStates.of,
+    part=HiddenStates,
 )

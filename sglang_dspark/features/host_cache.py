@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from dspark_kernels import to_device
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import GB, KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import GB, MHATokenToKVPool
 
 from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.batch import prompts_of
@@ -53,19 +53,6 @@ class DraftPool(MHATokenToKVPool):
         self.mem_usage = self._cache.num_bytes / GB
 
 
-def check_layers(draft_pool: DraftPool, target_pool: KVCache) -> None:
-    """Refuse a drafter whose layers SGLang would not all fetch: it fetches one of them with each of the target's.
-
-    Raises:
-        UnservedError: the drafter has more layers than the target.
-    """
-    if draft_pool.layer_num > target_pool.layer_num:
-        raise UnservedError(
-            f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {draft_pool.layer_num} layers, more "
-            f"than the {target_pool.layer_num} of the target; drop the flag"
-        )
-
-
 class HostCache(Part):
     """Have the drafter's K/V move along with the target's.
 
@@ -77,15 +64,19 @@ class HostCache(Part):
         self._worker = worker
 
     def pools_made(self, allocator: BaseTokenToKVPoolAllocator, cache: DraftCache | None) -> None:
-        """Show SGLang the drafter's K/V.
+        """Show SGLang the drafter's K/V; it fetches one of its layers with each of the target's.
 
         Raises:
             UnservedError: the drafter has more layers than the target.
         """
-        if cache is not None:
-            pool = DraftPool(cache, allocator.size_full, allocator.page_size)
-            check_layers(pool, allocator.get_kvcache())
-            self._worker.draft_pool = pool
+        if cache is None:
+            return
+        pool = self._worker.draft_pool = DraftPool(cache, allocator.size_full, allocator.page_size)
+        if pool.layer_num > (layers := allocator.get_kvcache().layer_num):
+            raise UnservedError(
+                f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {pool.layer_num} layers, more "
+                f"than the {layers} of the target; drop the flag"
+            )
 
     def batch_comes(self, batch: ScheduleBatch) -> None:
         # What comes back for a prompt is waited for layer by layer; a decode step waits for nothing.
@@ -97,7 +88,8 @@ class HostCache(Part):
         for req, length in zip(prompts_of(batch), batch.prefix_lens, strict=False):
             if length > 0:
                 tokens = torch.tensor(req.get_fill_ids()[:length])
-                self._worker.remember(to_device(tokens, table.device), table[req.kv.req_pool_idx, :length])
+                slots = table[req.kv.req_pool_idx, :length]
+                self._worker.drafter.remember(to_device(tokens, table.device), slots)
 
 
 FEATURE = Feature(

@@ -22,12 +22,17 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dspark.engine import feature
 from sglang_dspark.engine.feature import Feature, FlagRule, off_gpu
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.request_options import asking_release, asks_release, refuses_release, refusing_release
 from sglang_dspark.engine.scheduler import answer_with
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+
+ONLY_ASKS = "dspark-release-nothing"
+"""The id, which SGLang leaves empty, of a request that only asks whether there are requests."""
+REFUSED = "requests are running"
+"""The id of a scheduler's answer that it has not released memory."""
 
 
 @hook(
@@ -48,10 +53,10 @@ async def ask_to_release(manager: Any, asked: Any, request: object = None) -> No
     manager.auto_create_handle_loop()
 
     async def refusals(one: Any) -> list[bool]:
-        return [refuses_release(answer) for answer in await manager.release_memory_occupation_communicator(one)]
+        return [answer.rid == REFUSED for answer in await manager.release_memory_occupation_communicator(one)]
 
     # Not before all are idle: what one of them has released is lost, whatever another one refuses then.
-    if any(await refusals(asking_release(asked))):
+    if any(await refusals(msgspec.structs.replace(asked, rid=ONLY_ASKS))):
         which = "no memory is released"
     elif any(refused := await refusals(asked)):
         which = f"{refused.count(False)} of {len(refused)} replicas have released memory"
@@ -116,8 +121,8 @@ def release(
     if not tags:
         return ReleaseMemoryOccupationReqOutput()
     if not manager.is_fully_idle(ignore_waiting=scheduler._engine_paused):
-        return refusing_release(ReleaseMemoryOccupationReqOutput())
-    if asks_release(asked):
+        return ReleaseMemoryOccupationReqOutput(rid=REFUSED)
+    if asked.rid == ONLY_ASKS:
         return ReleaseMemoryOccupationReqOutput()
     if not manager.offload_tags:
         setattr(scheduler, _PAUSED, scheduler._engine_paused)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.agreement import Agreement
-from sglang_dspark.engine.batch import decoded_with_prefill, is_running, prompts_of
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, is_running, prompts_of
 from sglang_dspark.engine.draft_input import forget_step, spare_slots
 from sglang_dspark.engine.feature import Check, Feature, LaunchContext, Stage
 from sglang_dspark.engine.hooks import Moment, hook
@@ -27,7 +26,6 @@ from sglang_dspark.engine.scheduler import driver_of
 from sglang_dspark.engine.sglang_types import GenerationBatchResult, Req, ScheduleBatch
 from sglang_dspark.engine.worker_base import SpecWorkerBase
 from sglang_dspark.scheduling.policies import LEAST_ROWS, ChunkLimit, least_gap_ms
-from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import PLAIN, StepRecord
 from sglang_dspark.step.packed import DeviceSpan, DeviceTimer
 
@@ -56,27 +54,17 @@ class BoundedGaps(Part):
     """Time the steps that encode prompts, and say how many rows the next one may have.
 
     Args:
+        worker: ours, of which all ranks have chunks of the same length.
         bound_ms: of a step.
-        agreement: of the ranks: chunks are as long on all of them.
-        device: of the target.
-        schedule: returns the server's, which is made after the parts.
-        page_size: of the target's K/V: a chunk has a page at least.
 
     Attributes:
         waited_for: whether requests run while the next chunk is encoded.
     """
 
-    def __init__(
-        self,
-        bound_ms: float,
-        agreement: Agreement,
-        device: torch.device,
-        schedule: Callable[[], Schedule],
-        page_size: int,
-    ) -> None:
-        self._bound_ms, self._schedule, self._least_rows = bound_ms, schedule, max(LEAST_ROWS, page_size)
-        self._limit, self._agreement = ChunkLimit(bound_ms), agreement
-        self._timer, self._on_gpu = DeviceTimer(device), device.type == "cuda"
+    def __init__(self, worker: Worker, bound_ms: float) -> None:
+        self._worker, self._bound_ms, self._limit = worker, bound_ms, ChunkLimit(bound_ms)
+        self._least_rows = max(LEAST_ROWS, worker.server_args.page_size or 1)
+        self._timer, self._on_gpu = DeviceTimer(worker.device), worker.device.type == "cuda"
         self._began: tuple[DeviceSpan, float] | None = None
         self.waited_for = False
         self._timed: deque[tuple[int, bool, DeviceSpan, float]] = deque(maxlen=2)  # spans that may still be read
@@ -85,10 +73,7 @@ class BoundedGaps(Part):
     def of(cls, worker: Worker) -> BoundedGaps | None:
         """Return the part of a worker; None without a bound."""
         bound_ms = worker.options.max_gap_ms
-        if bound_ms is None:
-            return None
-        page_size = worker.server_args.page_size or 1
-        return cls(bound_ms, worker.agreement, worker.device, lambda: worker.schedule, page_size)
+        return None if bound_ms is None else cls(worker, bound_ms)
 
     def ready(self) -> None:
         """Say in the log which gaps can be kept."""
@@ -115,7 +100,7 @@ class BoundedGaps(Part):
 
     def _least_ms(self) -> float | None:
         """Return the milliseconds of the shortest step next to a prompt; None if step times are not known."""
-        times = self._schedule().times
+        times = self._worker.schedule.times
         return None if times is None else least_gap_ms(times, self._least_rows)
 
     def prefill_comes(self, batch: ScheduleBatch) -> None:
@@ -125,7 +110,7 @@ class BoundedGaps(Part):
         assert self._began is not None, "a prefill comes before it is done"
         span, began = self._began
         span.end()
-        host_ms, decoded = (time.perf_counter() - began) * 1e3, decoded_with_prefill(batch)
+        host_ms, decoded = (time.perf_counter() - began) * 1e3, vars(batch).get(DECODED_WITH_PREFILL)
         rows = batch.extend_num_tokens + (0 if decoded is None else len(decoded))
         # No bound holds for a chunk that no request waits for, and the next one may have a longer context.
         if self.waited_for:
@@ -135,7 +120,7 @@ class BoundedGaps(Part):
         """Return how many rows the next step may have with so many running requests, theirs included."""
         while self._timed:
             rows, drafted, span, host_ms = self._timed[0]
-            ms = self._agreement.share(span.ms if self._on_gpu else host_ms)
+            ms = self._worker.agreement.share(span.ms if self._on_gpu else host_ms)
             if ms is None:
                 break
             self._timed.popleft()
@@ -224,7 +209,19 @@ def count_running(
         req.update_spec_correct_drafts_histogram(0)
         req.update_spec_cap_lens_histogram(1)
         req.update_finish_state = partial(_commit_at_end, req)
-    record = plain_record(running, result.next_token_ids[places, None].cpu(), worker.schedule)
+    # Of a step that has drafted none, and given each of them a token.
+    none, schedule = [0] * len(running), worker.schedule
+    record = StepRecord(
+        requests=[req.rid for req in running],
+        decision=PLAIN,
+        drafted=none,
+        verify_lens=torch.tensor(none),
+        confidence=None,
+        traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in running]),
+        committed=result.next_token_ids[places, None].cpu(),
+        policy=schedule.policy.name,
+        parked=schedule.parked,
+    )
     worker.control.observe(running, record, [1] * len(running), None)
 
 
@@ -238,26 +235,6 @@ def _commit_at_end(req: Req, *new_tokens: int) -> None:
     req.update_finish_state(*new_tokens)
     if req.finished():
         req.kv.kv_committed_len += 1
-
-
-def plain_record(reqs: Sequence[Req], tokens: torch.Tensor, schedule: Schedule) -> StepRecord:
-    """Return the record of a step that has given each of SGLang's requests one of ``tokens [n, 1]``, and drafted none.
-
-    Args:
-        tokens: int64, on the host.
-    """
-    none = [0] * len(reqs)
-    return StepRecord(
-        requests=[req.rid for req in reqs],
-        decision=PLAIN,
-        drafted=none,
-        verify_lens=torch.tensor(none),
-        confidence=None,
-        traced=torch.tensor([[req.seqlen - 1, req.output_ids[-1]] for req in reqs]),
-        committed=tokens,
-        policy=schedule.policy.name,
-        parked=schedule.parked,
-    )
 
 
 @hook(

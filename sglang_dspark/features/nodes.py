@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,12 +22,12 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import distributed
 
-from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.engine.feature import Check, Feature, LaunchContext, Stage
 from sglang_dspark.engine.part import Worker
 from sglang_dspark.engine.scheduler import end_server
 from sglang_dspark.engine.server import DSparkServer
+from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -148,8 +147,7 @@ def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
     """Return the settings that all nodes of a server must share, by the name that a user knows."""
     names = [option.name for option in fields(DSparkConfig) if option.name not in _OF_EACH_NODE]
     return {
-        "sglang-dspark": __version__,
-        **{name: version(name) for name in ("sglang", "torch")},
+        **versions(),
         **{flag_name(name): getattr(settled.config, name) for name in names},
         "--speculative-draft-model-path": _drafter(settled),
         flag_name("confidence_sts_path"): _temperatures(settled.config.confidence_sts_path),

@@ -37,7 +37,11 @@ def make_turn(
     SGLang would place the pictures of a refused turn after a prompt that it has dropped, and end. In a streaming
     session it takes the end of any turn for that of the one that runs, and lets the next turn run at the same time.
     """
-    forget_overshoot(session)
+    for node in session.req_nodes.values():
+        # A step may commit tokens after the one that ends a request. They are no part of its answer, and SGLang would
+        # put them into the next prompt.
+        if node.req.finished() and node.req.finished_len is not None:
+            del node.req.output_ids[node.req.finished_len :]
     assert turn.session_params is not None, "SGLang makes turns of requests that name a session"
     others = session.req_nodes
     if turn.session_params.replace and turn.session_params.rid is None:
@@ -72,18 +76,6 @@ def end_turns_after(node: SessionReqNode, nodes: dict[str, SessionReqNode]) -> N
         name = one.req.rid
         if nodes.get(name) is one:
             del nodes[name]
-
-
-def forget_overshoot(session: Session) -> None:
-    """Drop the tokens after the end of a session's requests before SGLang makes the next turn out of them.
-
-    A step may commit tokens after the one that ends a request. They are no part of its answer, and SGLang would put
-    them into the next prompt.
-    """
-    for node in session.req_nodes.values():
-        req = node.req
-        if req.finished() and req.finished_len is not None:
-            del req.output_ids[req.finished_len :]
 
 
 @hook(

@@ -25,7 +25,7 @@ from sglang_dspark.engine.request_options import asked_for
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import Req, ScheduleBatch, TokenizerManager
 from sglang_dspark.errors import best_effort, nothing
-from sglang_dspark.scheduling.schedule import Schedule, SloState
+from sglang_dspark.scheduling.schedule import SloState
 
 TOLD = "dspark_slo"
 """Of SGLang's ``customized_info``, and of ``meta_info``: what became of the SLO."""
@@ -87,28 +87,15 @@ class Slos(Weigher):
     """Have requests that are late get more of the drafts, and those that are early fewer; judge each SLO.
 
     Args:
-        tpot_ms: the server's SLO, for requests that name none; None for none.
-        schedule: returns the server's, which is made after the parts.
-        max_verify: drafts that a step may verify per request.
+        worker: ours, whose options have the SLO of requests that name none.
         clock: milliseconds, monotonic.
     """
 
-    def __init__(
-        self,
-        tpot_ms: float | None,
-        schedule: Callable[[], Schedule],
-        max_verify: int,
-        clock: Callable[[], float] = lambda: time.perf_counter() * 1e3,
-    ) -> None:
-        self._tpot_ms, self._schedule, self._max_verify, self._clock = tpot_ms, schedule, max_verify, clock
+    def __init__(self, worker: Worker, clock: Callable[[], float] = lambda: time.perf_counter() * 1e3) -> None:
+        self._worker, self._tpot_ms, self._clock = worker, worker.options.tpot_ms, clock
         # Requests that ask for anything: steps without any cost nothing. One may end without a word.
         self._states: WeakKeyDictionary[Req, SloState] = WeakKeyDictionary()
         self._outcomes = dict.fromkeys((MET, MISSED, INFEASIBLE), 0)
-
-    @classmethod
-    def of(cls, worker: Worker) -> Slos:
-        """Return the part of a worker."""
-        return cls(worker.options.tpot_ms, lambda: worker.schedule, worker.max_verify)
 
     @best_effort("SLOs", instead=nothing)
     def prefill_done(self, batch: ScheduleBatch) -> None:
@@ -143,7 +130,7 @@ class Slos(Weigher):
         now = self._clock()
         late_ms = state.late_ms(now, tokens)
         # As many tokens as its steps could have brought at most.
-        most = req.spec_verify_ct * (self._max_verify + 1)
+        most = req.spec_verify_ct * (self._worker.max_verify + 1)
         feasible = most * state.tpot_ms > now - state.began_ms
         outcome = MET if late_ms <= 0 else MISSED if feasible else INFEASIBLE
         self._outcomes[outcome] += 1
@@ -159,9 +146,9 @@ class Slos(Weigher):
 
         The least is None if step times are unknown.
         """
-        times, least_tpot_ms = self._schedule().times, None
+        times, least_tpot_ms = self._worker.schedule.times, None
         if times is not None:
-            ms = times.by_drafts(1, self._max_verify, 0.0)
+            ms = times.by_drafts(1, self._worker.max_verify, 0.0)
             least_tpot_ms = float((ms / np.arange(1, len(ms) + 1)).min())
         return {"slo": {"tpot_ms": self._tpot_ms, "least_tpot_ms": least_tpot_ms}}
 
@@ -170,5 +157,5 @@ FEATURE = Feature(
     __name__,
     is_used=lambda args: True,
     request_keys=SloKeys,
-    part=Slos.of,
+    part=Slos,
 )

@@ -27,7 +27,7 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from sglang_dspark.draft.stored import check_replacement, has_tensors
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.http import TURNS, error_response, flat_object
+from sglang_dspark.engine.http import TURNS, error_response, flat_object, tokenizer_manager
 from sglang_dspark.engine.part import Part, part_of
 from sglang_dspark.engine.scheduler import StepDriver, answer_with, driver_of
 from sglang_dspark.errors import BusyError, ConfigError, DSparkError
@@ -85,30 +85,6 @@ class Weights(Part):
         drafted, self._drafted = self._drafted, []
         return drafted
 
-    def write_drafter(self, named: Named) -> None:
-        """Write tensors of the drafter, next to those of the target that it reads; all ranks call it.
-
-        Raises:
-            DSparkError: there is no drafter, or one does not fit; nothing was written.
-        """
-        self.drafter.follow_target()
-        self.drafter.write(named)
-        self.new_drafter = True
-
-    def load_drafter(self, path: str) -> Callable[[], None]:
-        """Load a checkpoint while the drafter serves, and return what puts it in its place; all ranks call both.
-
-        Raises:
-            DSparkError: there is no drafter, or the checkpoint does not fit.
-        """
-        put = self.drafter.load_new(path)
-
-        def replace() -> None:
-            put()
-            self.new_drafter = True
-
-        return replace
-
     def follow(self) -> None:
         """Have the decoder follow all that was written since it last did; all ranks call it."""
         new, self.new_drafter = self.new_drafter, False
@@ -132,7 +108,8 @@ class Weights(Part):
     @cached_property
     def runners(self) -> Sequence[tuple[str, Any]]:
         """Return what SGLang writes and checks a drafter's tensors with, as if it were a runner of its own."""
-        model, network = self.drafter.model, _Network(self._keep)
+        model, network = self.drafter.model, torch.nn.Module()
+        network.load_weights = self._keep  # type: ignore[assignment]
         updater = replace(self._driver.target_worker.model_runner.weight_updater, get_model=lambda: network)
         checker = WeightChecker(get_model=lambda: model)
         return [("draft", SimpleNamespace(weight_updater=updater, check_weights=checker.handle))]
@@ -146,14 +123,6 @@ class Weights(Part):
 
     def report(self) -> dict[str, Any]:
         return {"weights": {"updates": self._written, "failure": self._failure or None}}
-
-
-class _Network(torch.nn.Module):
-    """Looks to SGLang's loaders like a network whose tensors they may write."""
-
-    def __init__(self, load: Callable[[Named], None]) -> None:
-        super().__init__()
-        self.load_weights = load
 
 
 _WRITES = (
@@ -216,7 +185,9 @@ def write_weights(original: Callable[[Any], Any], manager: Any, request: Any) ->
     answer, drafted = _agreed(answer, manager.tp_cpu_group), weights.drafted()
     if drafted and answer.success:
         try:
-            weights.write_drafter(drafted)
+            weights.drafter.follow_target()  # whose tensors it may read
+            weights.drafter.write(drafted)
+            weights.new_drafter = True
         except Exception as error:  # noqa: BLE001 - whatever comes of writing into memory
             answer = _failed(name, error)
         answer = _agreed(answer, manager.tp_cpu_group)
@@ -256,9 +227,10 @@ def _check_target(driver: StepDriver, path: Path) -> None:
 
 def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     """Put another checkpoint in the place of the drafter's weights, on all ranks or on none."""
+    weights = weights_of(driver)
     answer = UpdateWeightFromDiskReqOutput(success=True, message="The drafter was replaced.")
     try:
-        put = weights_of(driver).load_drafter(request.model_path)
+        put = weights.drafter.load_new(request.model_path)
     except Exception as error:  # noqa: BLE001 - a damaged file, or a device whose memory is full
         _log_failure(error)
         answer = UpdateWeightFromDiskReqOutput(success=False, message=f"{error}; the previous drafter stays in use")
@@ -266,6 +238,7 @@ def _replace_drafter(driver: StepDriver, manager: Any, request: Any) -> Any:
     if not answer.success:
         return answer
     put()
+    weights.new_drafter = True
     manager.record_weight_version_after_update(request.weight_version)
     if request.flush_cache and not manager.flush_cache(empty_cache=request.torch_empty_cache):
         answer.message += (
@@ -342,16 +315,13 @@ def add_route(app: Any, target_only: str | None) -> None:
 
 async def replace_drafter(request: Request) -> Response:
     """Load another drafter between two steps, while requests run: ``{"path": "/models/drafter"}``."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
     fields = await flat_object(request, "path", _EXAMPLE)
     if isinstance(fields, JSONResponse):
         return fields
     path = fields.get("path")
     if not isinstance(path, str) or len(fields) > 1:
         return error_response(400, f"the body must be like {_EXAMPLE}, not {fields}", "path")
-    manager = get_global_state().tokenizer_manager
+    manager: Any = tokenizer_manager()
     manager.auto_create_handle_loop()
     asked = UpdateWeightFromDiskReqInput(model_path=path, load_format=DRAFTER_FORMAT)
     try:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.draft.model import DraftCache
 from sglang_dspark.engine.batch import (
     CachedByBatch,
     DSparkBatchResult,
@@ -91,9 +90,6 @@ class DSparkWorker(SpecWorkerBase):
                 window=self.settled.draft_window,
                 candidates=self.candidates,
             )
-
-    def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
-        return self.drafter.allocate(num_slots, self.target_worker.model_runner.dtype)
 
     def prepare_to_serve(self) -> None:
         runner = self.target_worker.model_runner
@@ -268,14 +264,6 @@ class DSparkWorker(SpecWorkerBase):
             parked=self.schedule.parked,
             behind=self.schedule.last_time,
         )
-
-    def inject_context(
-        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        self.drafter.inject(input_ids, captured, positions, slots)
-
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        self.drafter.remember(tokens, slots)
 
     def weights_changed(self, *, new_drafter: bool = False) -> None:
         """Renew what was copied of weights, and forget what was learned of those before."""

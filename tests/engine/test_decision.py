@@ -201,7 +201,7 @@ def test_a_flag_that_is_refused_is_no_reason_for_another_worker():
 
 
 def test_a_worker_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(decision, "other_servers", list)
+    monkeypatch.setattr(decision, "all_features", tuple)
     with pytest.raises(ConfigError, match=f"{ENGINE}=scheduled asks for a worker that this installation .* pass auto"):
         decided(*PAIR, ENGINE, "scheduled")
 

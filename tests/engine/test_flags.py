@@ -28,7 +28,7 @@ from sglang_objects import launch_context, server_args
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine import flags, http, requests
 from sglang_dspark.engine.flags import OTHER_PREFIXES, all_rules, broken_rules
-from sglang_dspark.engine.start import LENGTHS, block_size_from_flags, flag_adjustments
+from sglang_dspark.engine.start import LENGTHS, block_size_from_flags
 from sglang_dspark.errors import ConfigError
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
@@ -121,9 +121,8 @@ def test_other_values_are_adjusted_or_refused_by_name(rule):
     flag = f"--{rule.name.replace('_', '-')}={value}"
     assert rule.refusal(context.args) == f"DSPARK cannot run with {flag}; {rule.reason}"
     if rule.adjusts:
-        [found] = [
-            found for found in flag_adjustments(context) if (found.name, found.value) == (rule.name, rule.served[0])
-        ][:1]
+        adjusted = [one.adjustment(context.args) for one in broken_rules(context, adjusts=True)]
+        found = next(one for one in adjusted if (one.name, one.value) == (rule.name, rule.served[0]))
         instead = "is dropped" if rule.served[0] in (None, False) else f"becomes {rule.served[0]}"
         assert found.said == f"{flag} {instead}: {rule.reason}"
         setattr(context.args, found.name, found.value)

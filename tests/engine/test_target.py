@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,8 +272,9 @@ def run(mode, output, rows, monkeypatch):
     worker = partly(DSparkWorker, _target_worker=target, device=torch.device("cpu"), step=1)
     worker.agreement, worker.sampling, worker.schedule = Agreement(ONE_RANK), SamplingReader("cpu"), schedule()
     worker.decode = lambda *given: seen.append("step")
-    worker.inject_context = lambda *rows: injected.append(rows)
-    worker.remember = lambda *rows: seen.append(rows)
+    worker.drafter = SimpleNamespace(
+        inject=lambda *rows: injected.append(rows), remember=lambda *rows: seen.append(rows)
+    )
     worker.logits_parts, worker.encoder = [Noting(seen), LogitsPart(), Noting(seen)], None
     worker.parts = [*worker.logits_parts, Part()]
     monkeypatch.setattr(worker_base, "capturing_forward", lambda *given: rows)

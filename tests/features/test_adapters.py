@@ -69,8 +69,7 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     buffers = [1, 2, 0, 2, 0, 1]
     with get_context().override_server_args(max_lora_chunk_size=16):
         backend = get_backend_from_name(name)(PLACES, device, server_args=None)
-    choice = AdapterChoice.empty(len(LENGTHS), PLACES, device)
-    choice.fill((buffers, RANKS, SCALINGS))
+    choice = AdapterChoice.of((buffers, RANKS, SCALINGS), device)
     indptr = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
     lay_out(backend, choice, indptr, max(LENGTHS), rows)
     offsets = torch.tensor([0, *slices], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -16,7 +16,6 @@ from stage_loop import DRAFT, StageLoop, golden_network
 from sglang_dspark.features.reports.counters import (
     MOST_VERSIONS,
     Counters,
-    FirstDrafts,
     Versions,
     fit_of,
     load_of,
@@ -178,9 +177,9 @@ def test_rounds_count_for_the_version_in_force():
 
 def test_a_drafter_is_judged_anew_with_each_version():
     versions = Versions(("1", "a"))
-    versions.first_drafts.counts |= {"verified": 80, "accepted": 0}
+    versions.first_drafts |= {"verified": 80, "accepted": 0}
     versions.change(("2", "a"))
-    versions.first_drafts.counts |= {"verified": 80, "accepted": 70}
+    versions.first_drafts |= {"verified": 80, "accepted": 70}
     assert [one["drafter_fit"] for one in report_versions([versions.counts])] == ["misfit", "fits"]
     versions.change(("2", "a"))  # under the same name
     assert [one["drafter_fit"] for one in report_versions([versions.counts])] == ["misfit", "unknown"]
@@ -188,7 +187,7 @@ def test_a_drafter_is_judged_anew_with_each_version():
 
 def test_versions_of_replicas_are_added_up():
     def counts(version, rounds, tokens, verified=0):
-        first = FirstDrafts().counts | {"verified": verified}
+        first = Versions(("default", "a")).first_drafts | {"verified": verified}
         return {"key": [version, "a"], "rounds": rounds, "tokens": tokens, "first_drafts": first}
 
     found = report_versions([[counts("v", 2, 5, 40)], [counts("v", 1, 1, 40), counts("w", 0, 0)]])
@@ -208,33 +207,33 @@ def version_record(verified, *, copied=None, logits=None):
 
 
 def test_only_verified_drafts_of_the_drafter_count():
-    drafts = FirstDrafts()
+    drafts = Versions(("default", "a"))
     # The second request has ended, the third was not verified, the fourth had copied drafts.
     drafts.count(version_record([3, 3, 0, 3, 1], copied=[0, 0, 0, 3, 0]), [0, 2, 3, 4], [2, 0, 3, 0])
-    fit = fit_of(drafts.counts)
+    fit = fit_of(drafts.first_drafts)
     assert (fit.first_drafts, fit.accepted, fit.promised) == (2, 1, None)
 
 
 def test_the_promise_is_that_of_the_raw_head_on_the_same_drafts():
-    drafts = FirstDrafts()
+    drafts = Versions(("default", "a"))
     logits = [[0.0, 9.0, 9.0], [math.log(3), 9.0, 9.0], [-9.0, 9.0, 9.0], [math.nan, 9.0, 9.0]]
     drafts.count(version_record([1, 1, 0, 1], logits=logits), [0, 1, 2, 3], [0, 1, 0, 0])
-    assert fit_of(drafts.counts).promised == pytest.approx((0.5 + 0.75 + 0.0) / 3)
-    assert (fit_of(drafts.counts).first_drafts, fit_of(drafts.counts).accepted) == (3, 1)
+    assert fit_of(drafts.first_drafts).promised == pytest.approx((0.5 + 0.75 + 0.0) / 3)
+    assert (fit_of(drafts.first_drafts).first_drafts, fit_of(drafts.first_drafts).accepted) == (3, 1)
 
 
 def test_the_verdict_on_the_first_drafts_stays():
-    drafts = FirstDrafts()
+    drafts = Versions(("default", "a"))
     for _ in range(FIT_MOST // 64):
         drafts.count(version_record([1] * 64), list(range(64)), [1] * 64)
-    fit = fit_of(drafts.counts)
+    fit = fit_of(drafts.first_drafts)
     drafts.count(version_record([1] * 64), list(range(64)), [0] * 64)
-    assert fit_of(drafts.counts) == fit
+    assert fit_of(drafts.first_drafts) == fit
 
 
 @pytest.mark.parametrize(("accepted", "warnings"), [(2, 1), (50, 0)])
 def test_a_drafter_that_does_not_fit_is_named_in_the_log_once(caplog, accepted, warnings):
-    drafts = FirstDrafts()
+    drafts = Versions(("default", "a"))
     for _ in range(3):
         drafts.count(version_record([1] * 64), list(range(64)), [1] * accepted + [0] * (64 - accepted))
     assert sum("hardly predicts this target" in record.message for record in caplog.records) == warnings
@@ -250,7 +249,7 @@ def randomise(tensors, seed):
 
 def misfit_of(tokens, *, random_drafter=False, other_target=False, **options):
     """Return what is said of the golden pair, changed in one way, after some texts."""
-    network, drafts = golden_network(), FirstDrafts()
+    network, drafts = golden_network(), Versions(("default", "a"))
     if other_target:  # with the same embedding and LM head, which the drafter reads
         randomise(network.model.layers.parameters(), seed=2)
     loop = StageLoop(network=network, **(options or {"schedule": "static"}))
@@ -265,7 +264,7 @@ def misfit_of(tokens, *, random_drafter=False, other_target=False, **options):
     loop.schedule.observe = observe
     prompts = [case.prompt_ids[shift:] for case in load_golden(DRAFT).cases for shift in (0, 3)]
     loop.serve(prompts, tokens)
-    return judged(drafts.counts)
+    return judged(drafts.first_drafts)
 
 
 # Under this policy the confidence head is asked, and whole blocks are verified all the same.

@@ -1,5 +1,7 @@
 """Hidden states in the rows in which SGLang reads them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -27,7 +29,8 @@ def test_rows_of_tokens(drawn, whole_prompts, expected):
     extended, indptr, tokens = drawn
     states = torch.arange(6.0)[:, None].expand(6, 2)
     output = LogitsProcessorOutput(next_token_logits=None, last_hidden_states=states)
-    part = HiddenStates(whole_prompts=whole_prompts)
+    mode = "all" if whole_prompts else "last"
+    part = HiddenStates(SimpleNamespace(server_args=SimpleNamespace(return_hidden_states_mode=mode)))
     given = DrawnTokens(torch.tensor([*indptr, 6, 6]), tokens, torch.ones(3))
     asked = batch(*[None] * 3, return_hidden_states=True, extend_lens=extended)
     found = part.tokens_drawn(asked, output, given)

@@ -38,7 +38,8 @@ def test_prefixes_that_may_have_come_back_are_remembered():
     """
     remembered, rows = [], table(2, 4)
     rows.req_to_token.copy_(torch.arange(12).view(3, 4))
-    worker = partly(DSparkWorker, remember=lambda *both: remembered.append([one.tolist() for one in both]))
+    drafter = SimpleNamespace(remember=lambda *both: remembered.append([one.tolist() for one in both]))
+    worker = partly(DSparkWorker, drafter=drafter)
     reqs = [request(prompt=ids) for ids in ([5, 6, 7], [8, 9], [3])]
     for req, row in zip(reqs, (2, 0, 1), strict=True):
         req.kv.req_pool_idx = row

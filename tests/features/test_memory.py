@@ -23,7 +23,6 @@ from sglang_objects import ONE_RANK, model_config, partly, runner
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.weights import ResolvedDrafter
-from sglang_dspark.engine.request_options import refuses_release
 from sglang_dspark.engine.target import graph_context
 from sglang_dspark.features import memory
 from sglang_dspark.features.memory import release, resume, stay_paused
@@ -135,7 +134,7 @@ def test_all_replicas_release_memory():
 def test_running_requests_keep_the_memory():
     manager = Manager(paused=False)
     manager.idle = False
-    assert refuses_release(manager.release())
+    assert manager.release().rid == memory.REFUSED
     assert not manager.offload_tags and not manager.paused
 
 

@@ -95,9 +95,13 @@ def test_next_to_drafts_chunks_grow_and_do_not_shrink():
 
 
 def gaps(rows, times=None, bound_ms=BOUND_MS, page_size=1):
-    part = BoundedGaps(
-        bound_ms, Agreement(ONE_RANK), torch.device("cpu"), lambda: SimpleNamespace(times=times), page_size
+    worker = SimpleNamespace(
+        agreement=Agreement(ONE_RANK),
+        device=torch.device("cpu"),
+        schedule=SimpleNamespace(times=times),
+        server_args=SimpleNamespace(page_size=page_size),
     )
+    part = BoundedGaps(worker, bound_ms)
     part._limit.rows = rows
     return part
 

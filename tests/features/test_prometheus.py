@@ -79,7 +79,7 @@ def test_a_drafter_that_is_not_judged_yet_is_a_gap(exporter):
     values = []
     for accepted in (None, 0, 70):
         if accepted is not None:
-            exporter.versions.first_drafts.counts |= {"verified": 80, "accepted": accepted}
+            exporter.versions.first_drafts |= {"verified": 80, "accepted": accepted}
         exporter.metrics.update()
         values.append(exporter.value("drafter_misfit"))
     assert math.isnan(values[0])

@@ -21,9 +21,8 @@ from sglang_objects import batch, forward, found_by, launch_context, partly, run
 from stage_loop import RecordedGraph
 
 from sglang_dspark.engine import hooks
-from sglang_dspark.engine.flags import MIN_REQUESTS
+from sglang_dspark.engine.flags import MIN_REQUESTS, broken_rules
 from sglang_dspark.engine.hooks import install
-from sglang_dspark.engine.start import flag_adjustments
 from sglang_dspark.engine.verify import DSparkVerifyInput
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.features import recurrent
@@ -63,7 +62,7 @@ def test_snapshots_follow_each_other_no_faster_than_steps_under_overlap():
 def test_flags_that_change_only_speed(given, becomes):
     def adjusted(**more):
         context = launch_context(**{"prefill": None, "decode": None} | CHOSEN | given | more)
-        return {one.name: one.value for one in flag_adjustments(context)}
+        return {rule.name: rule.served[0] for rule in broken_rules(context, adjusts=True)}
 
     assert adjusted(target=HYBRID) == becomes
     assert adjusted() == {}

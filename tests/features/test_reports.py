@@ -100,7 +100,7 @@ class Manager:
         pass
 
     def _send(self, request):
-        question = json.loads(request.rid)[ANSWER_KEY]
+        question = dict(zip(("question", "fields"), json.loads(request.rid), strict=True))
         self.asked.append(question)
         if self.answers:
             for replica in reversed(range(self.replicas)):
@@ -289,7 +289,7 @@ class Replica:
     def answer(self):
         versions = Versions(("default", ""))
         if "bad" in self.state:
-            versions.first_drafts.counts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
+            versions.first_drafts |= {"verified": 80, "accepted": 2, "promises": 80, "promised": 64.0}
         return {
             "state": {"policy": "auto", **self.state},
             "uptime_s": self.uptime_s,

@@ -14,7 +14,6 @@ from sglang_dspark.features.sessions import (
     encode_last_token_again,
     end_turns_after,
     finish_if_ended,
-    forget_overshoot,
     make_turn,
     release_dropped,
 )
@@ -36,7 +35,7 @@ def test_a_session_goes_on_after_what_was_sent():
     session = Session(1000)
     ended, running = turn(session, [1, 7, 2, 3], finished_len=2), turn(session, [4, 5])
     session.req_nodes = {"ended": SessionReqNode(ended), "running": SessionReqNode(running)}
-    forget_overshoot(session)
+    make_turn(lambda *_: turn(session, []), session, Mock(session_params=SessionParams()))
     assert [list(req.output_ids) for req in (ended, running)] == [[1, 7], [4, 5]]
 
 

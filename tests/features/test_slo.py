@@ -28,10 +28,14 @@ def asking(**asked):
     return made
 
 
+def worker_with(tpot_ms):
+    return SimpleNamespace(options=DSparkConfig(tpot_ms=tpot_ms), schedule=schedule(), max_verify=3)
+
+
 @pytest.fixture
 def server():
     clock = SimpleNamespace(ms=1000.0)
-    part = Slos(None, schedule, 3, lambda: clock.ms)
+    part = Slos(worker_with(None), lambda: clock.ms)
 
     def answered(ms, tokens, rounds, **asked):
         """Serve one request of so many tokens next to one that asks for nothing; return their weights on the way."""
@@ -92,7 +96,7 @@ def test_an_answer_that_comes_with_the_prompts_of_others_has_an_slo(server):
 
 
 def test_the_servers_slo_holds_for_requests_without_their_own():
-    part = Slos(10.0, schedule, 3)
+    part = Slos(worker_with(10.0))
     batch = batch_of(asking(), asking(tpot_ms=20.0), asking(weight=0.5))
     part.prefill_done(batch)
     states = [part._states[req] for req in batch.reqs]

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view, use_mla_backend
 from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
@@ -22,7 +22,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_dspark.config import DSparkConfig, flag_dest, flag_name
 from sglang_dspark.declared import truncate
 from sglang_dspark.engine.feature import Feature
-from sglang_dspark.engine.server import attached, speculating
+from sglang_dspark.engine.server import OtherServer, attached, speculating
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, ServerArgs
 from sglang_dspark.errors import ConfigError
 
@@ -42,16 +42,14 @@ _IGNORED = (("min_p", 0.0), ("sampling_seed", None))
 
 
 @dataclass(frozen=True)
-class ScheduledServer:
+class ScheduledServer(OtherServer):
     """A server that decodes with SGLang's own worker, with our schedule.
 
     Attributes:
-        config: our options.
         by_request: whether each request verifies a number of rows of its own; whole blocks are computed otherwise.
         why_whole: why they are.
     """
 
-    config: DSparkConfig
     by_request: bool = False
     why_whole: str = "SGLang has not resolved its arguments"
 
@@ -60,7 +58,6 @@ class ScheduledServer:
 
     @property
     def reason(self) -> str:
-        """Return why the worker decodes, and how."""
         how = "each request verifies its own number of drafts"
         if not self.by_request:
             how = f"every request verifies a whole block, of which the policy decides what counts ({self.why_whole})"
@@ -68,15 +65,9 @@ class ScheduledServer:
 
     @property
     def has_confidence_head(self) -> bool:
-        """Return whether the worker has the drafter's: where it verifies whole blocks it builds none."""
-        return self.by_request
+        return self.by_request  # where it verifies whole blocks it builds none
 
     def prepare(self, args: ServerArgs) -> None:
-        """Prepare ``args`` for SGLang to resolve them.
-
-        Raises:
-            ConfigError: an option or an argument that the worker cannot follow.
-        """
         for option in fields(DSparkConfig):
             value = getattr(self.config, option.name)
             if option.name not in _SERVED and value != option.default:
@@ -92,12 +83,7 @@ class ScheduledServer:
         for name in ("sps_table_path", "confidence_sts_path"):  # SGLang would read them in forms of its own
             setattr(args, flag_dest(name), None)
 
-    def settled(self, args: ServerArgs) -> ScheduledServer:
-        """Return the server with how much a step verifies, from the arguments that SGLang has resolved.
-
-        Raises:
-            ConfigError: the worker would verify wrongly, or has no confidence head for an option.
-        """
+    def settled(self, args: ServerArgs) -> Self:
         why = why_whole_blocks(args)
         server = replace(self, by_request=why is None, why_whole=why or "")
         if (asked := os.environ.get(MODE, server.mode)) != server.mode:
@@ -122,7 +108,6 @@ class ScheduledServer:
         return _BY_REQUEST if self.by_request else _WHOLE
 
     def refusals(self, parameters: SamplingParams) -> Iterator[str]:
-        """Yield a message for each parameter of a request that the worker would ignore."""
         for name, neutral in _IGNORED:
             if (value := getattr(parameters, name)) != neutral:
                 yield (

@@ -80,8 +80,8 @@ class ScheduledWorker(DSparkWorkerV2):
         self._timer = DeviceTimer(device)
         self._copies = PackedCopies(most_words(int(runner.req_to_token_pool.size), self.gamma, self.gamma), device)
         self.step = self.whole_blocks(0)
-        self._proposer = ScheduledProposer(self, self._proposer)
-        self._verify_planner = ScheduledPlanner(self, self._verify_planner)
+        self._draft, self._proposer.propose = self._proposer.propose, self._propose
+        self._verify_planner.schedule_layout = self._lay_out
         self.schedule.start(self._step_times(), fixed_draft_shape=True, uniform=not by_request)
         for part in self.parts:
             part.ready()
@@ -131,6 +131,19 @@ class ScheduledWorker(DSparkWorkerV2):
         # SGLang would copy what the record says, and lengths that are among what is packed.
         left_out = dict.fromkeys(("accept_lens", "cap_lens", "block_accept_lens"))
         return ScheduledResult(**vars(result) | left_out, record=record, pending=pending, span=span)
+
+    def _propose(self, *, draft_input: Any, sampling_info: Any, **given: object) -> Any:
+        """Draft, or not, as the step says; SGLang's proposer drafts in every step.
+
+        Returns:
+            The proposal, without the confidences, which the schedule replaces.
+        """
+        draft = partial(self._draft, draft_input=draft_input, sampling_info=sampling_info, **given)
+        return self.step.propose(draft, draft_input.bonus_tokens, sampling_info)
+
+    def _lay_out(self, **_given: object) -> Any:
+        """Return how many rows of each request are verified: as many as the schedule decides."""
+        return self.step.lay_out(self.schedule.forecast, self.agreement)
 
     def _record(self, batch: ScheduleBatch, options: BatchOptions, step: ScheduledStep) -> StepRecord:
         assert step.verify_lens is not None, "every step verifies"
@@ -192,33 +205,6 @@ class ScheduledResult(DSparkBatchResult):
         self.next_token_ids, *rest, self.accept_lens = tensors
         self.record = record.of(rest)
         carry_counts(self, self.record.verify_lens, record.drafted)
-
-
-class _InPlaceOf:
-    """Stands where a worker looks for an object of SGLang's, and is that object except for what it does otherwise."""
-
-    def __init__(self, worker: ScheduledWorker, original: Any) -> None:
-        self._worker, self._original = worker, original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
-class ScheduledProposer(_InPlaceOf):
-    """Draft, or not, as the step says; SGLang's proposer drafts in every step."""
-
-    def propose(self, *, draft_input: Any, sampling_info: Any, **given: object) -> Any:
-        """Return the proposal, without the confidences, which the schedule replaces."""
-        draft = partial(self._original.propose, draft_input=draft_input, sampling_info=sampling_info, **given)
-        return self._worker.step.propose(draft, draft_input.bonus_tokens, sampling_info)
-
-
-class ScheduledPlanner(_InPlaceOf):
-    """Have as many drafts of each request verified as the schedule decides."""
-
-    def schedule_layout(self, **_given: object) -> Any:
-        """Return how many rows of each request are verified."""
-        return self._worker.step.lay_out(self._worker.schedule.forecast, self._worker.agreement)
 
 
 class MeasuredSteps:

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from dspark_kernels import Candidates, ChainRules, find_chains, usual_bounds
@@ -44,8 +45,9 @@ class PromptLookup(CandidateSource):
 
     def __init__(self, answers: AnswerCache, forced: ForcedTokens, device: torch.device) -> None:
         self._answers, self._forced, self._device = answers, forced, device
-        self._rules = CachedByBatch(self._rules_of)
-        self._predicted = CachedByBatch(_with_predictions)
+        self._rules = CachedByBatch(partial(rules_of, device=device, answers=answers))
+        # Places of requests that have a prediction.
+        self._predicted = CachedByBatch(lambda reqs: [i for i, req in enumerate(reqs) if lookup_options(req).predicted])
 
     @classmethod
     def of(cls, worker: Worker) -> PromptLookup:
@@ -55,9 +57,6 @@ class PromptLookup(CandidateSource):
         options = worker.options
         answers = AnswerCache(10**6 * (options.answer_cache or 0), by_prompt=options.answer_cache_key == "prompt")
         return cls(answers, ForcedTokens(target.tokenizer, vocab_size, worker.max_verify + 1), worker.device)
-
-    def _rules_of(self, reqs: Sequence[Req]) -> ChainRules | None:
-        return rules_of(reqs, self._device, self._answers)
 
     def rules(self, batch: ScheduleBatch) -> ChainRules | None:
         reqs = batch.reqs
@@ -69,8 +68,11 @@ class PromptLookup(CandidateSource):
     def names_drafts(self, req: Req) -> bool:
         return lookup_options(req).names_drafts
 
+    @best_effort(
+        "candidates", instead=lambda part, step, tokens, number: Candidates.no_chains(len(step), number, tokens.device)
+    )
     def find(self, step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
-        return _found(step, slot_tokens, number)
+        return find_chains(step.requests, slot_tokens, number, step.rules)
 
     def buffers(self, slots: int) -> StagedRules:
         return StagedRules(slots, self._device)
@@ -108,16 +110,6 @@ class PromptLookup(CandidateSource):
         self._answers.clear()
 
     weights_changed = flushed  # the target would answer otherwise
-
-
-@best_effort("candidates", instead=lambda step, tokens, number: Candidates.no_chains(len(step), number, tokens.device))
-def _found(step: DecodeBatch, slot_tokens: torch.Tensor, number: int) -> torch.Tensor:
-    return find_chains(step.requests, slot_tokens, number, step.rules)
-
-
-def _with_predictions(reqs: Sequence[Req]) -> list[int]:
-    """Return the places of requests that have a prediction."""
-    return [place for place, req in enumerate(reqs) if lookup_options(req).predicted]
 
 
 def _count(req: Req, record: StepRecord, place: int, committed: int) -> None:

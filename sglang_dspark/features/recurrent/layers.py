@@ -6,7 +6,6 @@ The rows of a verification are recorded, and the commit runs the accepted ones a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +44,6 @@ class StatePools:
     windows: torch.Tensor
     states: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all slots."""
-        return self.windows.nbytes + self.states.nbytes
-
 
 @dataclass(frozen=True)
 class RecordedRows:
@@ -74,11 +68,6 @@ class RecordedRows:
         inputs, convolved = pools.windows.new_empty((2, num_layers, num_rows, num_channels), dtype=dtype)
         a, b = pools.windows.new_empty((2, num_layers, num_rows, pools.states.shape[2]), dtype=dtype)
         return cls(inputs, convolved, a, b)
-
-    @property
-    def num_rows(self) -> int:
-        """Return N."""
-        return self.inputs.shape[1]
 
     def first(self, num_rows: int) -> RecordedRows:
         """Return the part of the first rows."""
@@ -158,7 +147,9 @@ class VerifiedRows:
         tracked = () if self.tracks is None else (self.tracks.lengths(lengths), self.tracks.slots[:bs])
         rows = ReplayedRows(self.rows.indptr[: bs + 1], self.rows.slots[:bs], lengths, *tracked)
         layers = [self.layers[index] for index in range(len(self.pools.states))]
-        commit_gated_delta(_inputs(layers[0], self.recorded), _gates(layers), self.pools.states, rows)
+        weights = ([layer.A_log for layer in layers], [layer.dt_bias for layer in layers])
+        gates = DeltaGates(*map(torch.stack, weights))
+        commit_gated_delta(_inputs(layers[0], self.recorded), gates, self.pools.states, rows)
         commit_conv_windows(self.recorded.inputs, self.pools.windows, rows)
 
 
@@ -167,11 +158,6 @@ def _inputs(layer: RadixLinearAttention, recorded: RecordedRows) -> DeltaInputs:
     _, keys, values = recorded.convolved.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
     keys, values = keys.unflatten(-1, (layer.num_k_heads, -1)), values.unflatten(-1, (layer.num_v_heads, -1))
     return DeltaInputs(keys, values, recorded.a, recorded.b)
-
-
-def _gates(layers: Sequence[RadixLinearAttention]) -> DeltaGates:
-    """Return the weights of all layers' decays."""
-    return DeltaGates(torch.stack([layer.A_log for layer in layers]), torch.stack([layer.dt_bias for layer in layers]))
 
 
 class RecurrentBackend:
@@ -217,7 +203,8 @@ class RecurrentBackend:
     @property
     def state_mb(self) -> float:
         """Return what a state takes, with the windows of its convolutions."""
-        return float(self.pools.nbytes / (self.num_states + 1) / 2**20)
+        nbytes = sum(pool.nbytes for pool in vars(self.pools).values())
+        return float(nbytes / (self.num_states + 1) / 2**20)
 
     @property
     def pools(self) -> StatePools:
@@ -232,17 +219,14 @@ class RecurrentBackend:
             return
         layout, pools = forward_batch.spec_info, self.pools
         bounds = row_bounds(layout, forward_batch.input_ids)
-        rows = StateRows(bounds, self._slots(forward_batch.req_pool_indices))
+        # Slots of the requests' states, as the device knows them.
+        slots = self._pool.translate_mamba_indices(self._pool.get_mamba_indices(forward_batch.req_pool_indices))
+        rows = StateRows(bounds, slots)
         recorded = self._recorded_rows(len(forward_batch.input_ids))
         layout.advance = VerifiedRows(rows, pools, recorded, self._tracks(forward_batch))
 
-    def _slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Return [bs] slots of the requests' states, as the device knows them."""
-        slots: torch.Tensor = self._pool.translate_mamba_indices(self._pool.get_mamba_indices(req_pool_indices))
-        return slots
-
     def _recorded_rows(self, num_rows: int) -> RecordedRows:
-        if self._recorded is None or num_rows > self._recorded.num_rows:
+        if self._recorded is None or num_rows > self._recorded.inputs.shape[1]:
             return RecordedRows.empty(self.pools, num_rows, self._dtype)
         return self._recorded.first(num_rows)
 

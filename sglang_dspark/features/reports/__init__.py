@@ -6,6 +6,7 @@ HTTP process. ``prometheus.py`` exports the counts. ``traces.py`` tells every an
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from sglang_dspark.declared import Scalar
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Part, part_of
-from sglang_dspark.engine.request_options import hide_drafted, question_of
 from sglang_dspark.engine.scheduler import StepDriver, driver_of
 from sglang_dspark.engine.server import tokens_per_step
 from sglang_dspark.engine.sglang_types import Req
@@ -205,10 +205,9 @@ def answer_question(
     """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    asked = question_of(recv_req.rid)
-    if asked is None:
+    if recv_req.rid is None:
         return original(scheduler, recv_req)
-    reply = reports_of(scheduler).reply(*asked)
+    reply = reports_of(scheduler).reply(*json.loads(recv_req.rid))
     return GetInternalStateReqOutput(internal_state={ANSWER_KEY: reply, REPLICA: get_parallel().dp_rank or 0})
 
 
@@ -256,7 +255,7 @@ def report_verified(
 
 @best_effort("shares of accepted drafts", instead=nothing)
 def _scale_accepted(reporter: SchedulerMetricsReporter) -> None:
-    hide_drafted(reporter)
+    reporter.spec_num_block_accept_tokens = 0  # see request_options.carry_counts
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
     verified = reporter.spec_num_cap_tokens - rounds
     if verified:

@@ -271,50 +271,14 @@ VersionKey = tuple[str, str]
 _NAMES = ("verified", "accepted", "promises", "promised")
 
 
-class FirstDrafts:
-    """Counts drafts at position 0 that the drafter proposed and the target verified, up to the verdict that stays.
-
-    The log says once that a drafter does not fit its target.
-
-    Attributes:
-        counts: JSON: how many were ``verified`` and ``accepted``, for how many the head made ``promises``, and the sum
-            of the probabilities ``promised``.
-    """
-
-    def __init__(self) -> None:
-        self._warned = False
-        self.counts = dict.fromkeys(_NAMES, 0.0)
-
-    def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count a step, as :meth:`~sglang_dspark.engine.part.Part.step_done` has it."""
-        if self.counts["verified"] >= FIT_MOST:
-            return
-        seen = [
-            place
-            for place, request in enumerate(running)
-            if record.verified[request] and not record.from_request[request]
-        ]
-        self.counts["verified"] += len(seen)
-        self.counts["accepted"] += sum([accepted[place] > 0 for place in seen])
-        logits = None if record.confidence is None else record.confidence.logits
-        if logits is not None and seen:
-            # A broken head's NaN promises nothing.
-            promises = torch.sigmoid(logits[[running[place] for place in seen], 0]).nan_to_num(0.0)
-            self.counts["promises"] += len(seen)
-            self.counts["promised"] += float(promises.sum())
-        if not self._warned and (warning := fit_of(self.counts).warning) is not None:
-            self._warned = True
-            logger.warning("DSPARK: %s", warning)
-
-
 def fit_of(*counts: Mapping[str, float]) -> DrafterFit:
-    """Return whether the drafter fits, from :attr:`FirstDrafts.counts` of one scheduler or several."""
+    """Return whether the drafter fits, from :attr:`Versions.first_drafts` of one scheduler or several."""
     verified, accepted, promises, promised = (sum(one[name] for one in counts) for name in _NAMES)
     return DrafterFit(int(verified), int(accepted), ratio(promised, promises))
 
 
 class Count(TypedDict):
-    """Count what a version has come to, as JSON: rounds, committed tokens, and :attr:`FirstDrafts.counts`."""
+    """Count what a version has come to, as JSON: rounds, committed tokens, and :attr:`Versions.first_drafts`."""
 
     key: VersionKey
     rounds: int
@@ -325,33 +289,55 @@ class Count(TypedDict):
 class Versions:
     """Keeps what each version has come to. Other threads may ask.
 
+    First drafts are drafts at position 0 that the drafter proposed and the target verified, up to the verdict that
+    stays. The log says once that a drafter does not fit its target.
+
     Args:
         key: of the version in force.
 
     Attributes:
         counts: of each version, the one in force last.
-        first_drafts: of the version in force.
+        first_drafts: of the version in force, JSON: how many were ``verified`` and ``accepted``, for how many the head
+            made ``promises``, and the sum of the probabilities ``promised``.
     """
 
     counts: Sequence[Count] = ()
-    first_drafts: FirstDrafts
+    first_drafts: dict[str, float]
 
     def __init__(self, key: VersionKey) -> None:
         self.change(key)
 
     def change(self, key: VersionKey) -> None:
         """Count for another version from now on, and judge again whether the drafter fits."""
-        self.first_drafts = FirstDrafts()
+        self._warned, self.first_drafts = False, dict.fromkeys(_NAMES, 0.0)
         known: Count = {"key": key, "rounds": 0, "tokens": 0, "first_drafts": {}}
         known = next((count for count in self.counts if count["key"] == key), known)
         others = [count for count in self.counts if count["key"] != key]
-        self.counts = [*others[1 - MOST_VERSIONS :], {**known, "first_drafts": self.first_drafts.counts}]
+        self.counts = [*others[1 - MOST_VERSIONS :], {**known, "first_drafts": self.first_drafts}]
 
     def count(self, record: StepRecord, running: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count a step, as :meth:`FirstDrafts.count` takes it."""
+        """Count a step, as :meth:`~sglang_dspark.engine.part.Part.step_done` has it."""
         self.counts[-1]["rounds"] += len(running)
         self.counts[-1]["tokens"] += len(running) + sum(accepted)
-        self.first_drafts.count(record, running, accepted)
+        drafts = self.first_drafts
+        if drafts["verified"] >= FIT_MOST:
+            return
+        seen = [
+            place
+            for place, request in enumerate(running)
+            if record.verified[request] and not record.from_request[request]
+        ]
+        drafts["verified"] += len(seen)
+        drafts["accepted"] += sum([accepted[place] > 0 for place in seen])
+        logits = None if record.confidence is None else record.confidence.logits
+        if logits is not None and seen:
+            # A broken head's NaN promises nothing.
+            promises = torch.sigmoid(logits[[running[place] for place in seen], 0]).nan_to_num(0.0)
+            drafts["promises"] += len(seen)
+            drafts["promised"] += float(promises.sum())
+        if not self._warned and (warning := fit_of(drafts).warning) is not None:
+            self._warned = True
+            logger.warning("DSPARK: %s", warning)
 
 
 def report_versions(counted: Iterable[Sequence[Count]]) -> list[dict[str, object]]:

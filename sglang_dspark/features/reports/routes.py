@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -29,8 +30,8 @@ from sglang_dspark.declared import Scalar, field_types
 from sglang_dspark.engine.feature import all_features
 from sglang_dspark.engine.graphs import has_prefill_graphs
 from sglang_dspark.engine.hooks import Moment, hook
-from sglang_dspark.engine.http import TURNS, Turns, error_response, flat_object, without_root
-from sglang_dspark.engine.request_options import Speculation, id_of_question
+from sglang_dspark.engine.http import TURNS, Turns, error_response, flat_object, tokenizer_manager, without_root
+from sglang_dspark.engine.request_options import Speculation
 from sglang_dspark.engine.scheduler import StepDriver
 from sglang_dspark.engine.server import DSparkServer, OtherServer, speculating
 from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
@@ -99,7 +100,8 @@ class Channel:
             del self._unsent[key]
         manager = self._manager()
         manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=id_of_question(question, fields))
+        # SGLang's requests have no id here, and no client can write one.
+        request = GetInternalStateReq(rid=json.dumps([question, fields]))
         states = [output.internal_state for output in await manager.get_internal_state_communicator(request)]
         return [state[ANSWER_KEY] for state in sorted(states, key=itemgetter(REPLICA))]
 
@@ -180,8 +182,8 @@ def add_routes(app: FastAPI, target_only: str | None) -> None:
             return error_response(400, str(error), question)
         except BusyError as error:
             return error_response(503, str(error), question)
-        # JSON does not know NaN: such a figure is null.
-        return Response(msgspec.json.encode(make(answers), enc_hook=_plain_number), media_type="application/json")
+        # Numbers of numpy's become Python's. JSON does not know NaN: such a figure is null.
+        return Response(msgspec.json.encode(make(answers), enc_hook=np.generic.item), media_type="application/json")
 
     async def stats() -> Response:
         return await answered("stats", _stats_with_failures)
@@ -207,13 +209,6 @@ def _stats_with_failures(answers: Sequence[StatsAnswer]) -> Json:
     return with_each(stats_document, answers) | {"failed_advice": failed}
 
 
-def _plain_number(value: object) -> object:
-    """Return a number of numpy's as Python's."""
-    if not isinstance(value, np.generic):
-        raise TypeError(f"{type(value).__name__} is no JSON")
-    return value.item()
-
-
 async def _page() -> HTMLResponse:
     page, policy = page_document(needs_key=bool(_server_args().api_key))
     return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
@@ -237,14 +232,6 @@ def page_document(needs_key: bool) -> tuple[str, str]:
         "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     )
     return filled.replace("{{style}}", style).replace("{{script}}", script), policy.format(*digests)
-
-
-def tokenizer_manager() -> TokenizerManager:
-    """Return SGLang's own, which talks to the scheduler."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    manager: TokenizerManager = get_global_state().tokenizer_manager
-    return manager
 
 
 def _server_args() -> ServerArgs:

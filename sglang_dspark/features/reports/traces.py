@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.batch import per_token
 from sglang_dspark.engine.hooks import hook
-from sglang_dspark.engine.request_options import drafted_tokens, request_options
+from sglang_dspark.engine.request_options import request_options
 from sglang_dspark.engine.sglang_types import Req, TokenizerManager
 from sglang_dspark.errors import best_effort, nothing
 from sglang_dspark.step.decision import StepRecord
@@ -93,7 +93,7 @@ def count_drafts(
     accepted, verified = recv_obj.spec_num_correct_drafts[i], recv_obj.spec_num_cap_tokens[i] - rounds
     meta_info["dspark"] = {
         "rounds": rounds,
-        "drafted_tokens": drafted_tokens(recv_obj, i),
+        "drafted_tokens": int(recv_obj.spec_num_block_accept_tokens[i]),  # see request_options.carry_counts
         "verified_tokens": verified,
         "accepted_tokens": accepted,
         "accept_length": (accepted + rounds) / rounds,

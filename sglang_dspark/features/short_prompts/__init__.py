@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
@@ -22,12 +22,13 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult, decoded_with_prefill, prompts_of
+from sglang_dspark.engine.batch import DECODED_WITH_PREFILL, DSparkBatchResult, prompts_of
 from sglang_dspark.engine.feature import Feature
 from sglang_dspark.engine.hooks import Moment, hook
 from sglang_dspark.engine.part import Counted, Encoded, Encoder
 from sglang_dspark.engine.server import DSparkServer, attached
 from sglang_dspark.engine.sglang_types import ScheduleBatch, ServerArgs
+from sglang_dspark.errors import nothing
 from sglang_dspark.features.short_prompts.verification import Blocks, PromptRows
 from sglang_dspark.gpu_paths import is_on
 from sglang_dspark.scheduling.policies import verified_sooner
@@ -76,8 +77,9 @@ class RunningWithPrefill:
             future_map.resolve_seq_lens_cpu(batch)
         resolve_forward_inputs(batch, future_map)
         kept = list(vars(batch).values())
+        # Without overlap the next step gets the lengths from the batch.
         with scheduler._forward_isolation(batch, overlap=False):
-            result = step(batch, partial(future_map.publish, rows) if overlap else _nowhere)
+            result = step(batch, partial(future_map.publish, rows) if overlap else nothing)
         batch.spec_info = result.next_draft_input
         self.drafted = result.record is not None and result.record.decision.draft_len > 0
         if overlap:
@@ -115,7 +117,7 @@ class PrefillAndDecodeResult(GenerationBatchResult):
 
 def running_with(prompts: ScheduleBatch) -> RunningWithPrefill | None:
     """Return what is verified together with the prompts of SGLang's batch."""
-    return cast("RunningWithPrefill | None", decoded_with_prefill(prompts))
+    return vars(prompts).get(DECODED_WITH_PREFILL)
 
 
 @hook(
@@ -164,10 +166,6 @@ def process_running(processed: None, scheduler: Scheduler, batch: object, result
         running, outcome = result.running
         scheduler.process_batch_result(running, outcome)
         getattr(running.req_to_token_pool, PART).count(outcome)
-
-
-def _nowhere(new_seq_lens: torch.Tensor) -> None:
-    """Publish nothing: without overlap the next step gets the lengths from the batch."""
 
 
 VERIFIED, PREFILLED, BESIDE = "verification", "prefill", "beside"
