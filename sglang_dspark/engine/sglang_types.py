@@ -236,8 +236,6 @@ class Req(Protocol):
     to_finish: BaseFinishReason
     extra_key: str | None
     cache_salt: str | None
-    extra_key: str | None
-    cache_salt: str | None
     is_retracted: bool
     return_logprob: bool
     seqlen: int
