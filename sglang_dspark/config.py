@@ -62,17 +62,19 @@ def _option(
     *,
     default: Any = None,
     read: Callable[[str], object] = str,
-    nargs: Literal["?", "+"] | None = None,
-    const: str | None = None,
+    nargs: Literal["+"] | None = None,
+    switch: bool = False,
 ) -> Any:
     """Declare one option.
 
     Args:
         read: turns its text into a value.
         nargs: of its flag, for ``argparse``, if that does not take exactly one value.
-        const: its text if the flag has no value.
+        switch: it is off by default, and on if its flag has no value.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, "flag": {"nargs": nargs, "const": const}})
+    flag = {"nargs": "?", "const": "on"} if switch else {"nargs": nargs, "const": None}
+    default, read = (False, _on_or_off) if switch else (default, read)
+    return field(default=default, metadata={"help": help_text, "read": read, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,7 @@ class DSparkConfig:
     draft_free: Switch = _option(
         "Serve without a drafter: requests with a preset or a prediction speculate, others decode one token per step. "
         "`--speculative-dspark-draft-free` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     answer_cache: Annotated[int, int_range(1)] | None = _option(
         "Megabytes of host memory for finished answers, from which later requests with the same key copy drafts.",
@@ -164,10 +163,7 @@ class DSparkConfig:
         "On a GPU, compare kernels with plain PyTorch, and CUDA graphs with eager steps, during the start. The first "
         "start takes about 5 seconds longer. A fault ends the start. The check is off by default because it has not "
         "run on a GPU yet. `--speculative-dspark-self-check` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "Key for the answers to requests that name no `cache` key. With `prompt`, the prompt is the key, so "
@@ -185,10 +181,7 @@ class DSparkConfig:
     untested_sglang: Switch = _option(
         "Serve on a release of SGLang on which the plugin's tests have not passed. "
         "`--speculative-dspark-untested-sglang` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     fallback: Literal["refuse", "target-only"] = _option(
         "What to do if the drafter is unusable, or target or device is not served. `refuse` ends the start. "
@@ -365,11 +358,7 @@ def option_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str
 _DEFAULTS_IN_WORDS = {
     "block_size": "the drafter's",
     "verify_len": "the block size",
-    "online_calibration": "on",
-    "draft_free": "off",
     "sps_table_path": "in the cache",
-    "untested_sglang": "off",
-    "self_check": "off",
     "prompt_rows": "0",
     "unproven": "none",
 }
@@ -377,8 +366,8 @@ _DEFAULTS_IN_WORDS = {
 
 def default_text(field_name: str) -> str:
     """Return the default of an option as ``--help`` and docs/options.md show it."""
-    default = getattr(DSparkConfig, field_name)
-    return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
+    default = str(getattr(DSparkConfig, field_name))
+    return _DEFAULTS_IN_WORDS.get(field_name) or {"None": "none", "True": "on", "False": "off"}.get(default, default)
 
 
 def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:

@@ -206,13 +206,13 @@ class DraftModel(nn.Module):
                     f"[vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
                 )
         shared = []
-        if embed_weight is not None and (self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight)):
+        if embed_weight is not None and (self.embed_tokens is None or is_copy(self.embed_tokens.weight, embed_weight)):
             self.embed_tokens, self._target_embedding = None, embed_weight.detach()
             self._embed_scale = embed_scale
             shared.append("embed_tokens.weight")
         if lm_head_weight is not None:
             rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]
-            if self.lm_head is None or _same(self.lm_head.weight, rows):
+            if self.lm_head is None or is_copy(self.lm_head.weight, rows):
                 self.lm_head, self._target_lm_head = None, rows.detach()
                 shared.append("lm_head.weight")
         return tuple(shared)
@@ -304,7 +304,8 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
-def _same(own: Tensor, target: Tensor) -> bool:
+def is_copy(own: Tensor, target: Tensor) -> bool:
+    """Return whether a tensor equals the target's, after a cast to its dtype."""
     return torch.equal(own.detach().to(device=target.device, dtype=target.dtype), target)
 
 

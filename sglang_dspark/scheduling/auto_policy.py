@@ -66,7 +66,7 @@ def evaluate_steps(
         context: mean context tokens per request.
         uniform: whether all requests verify as many drafts, each of them its whole block.
     """
-    load = times.load(requests)
+    load = times.table.times(requests)
     all_ms = times.step_ms(requests, context)
     plain = Candidate(0, int(load.num_tokens[0]), float(all_ms[0, 0]), requests)
     ms = all_ms.take(survivals.depths, axis=0)  # [depths, n], as the next two
@@ -105,7 +105,7 @@ def worth_most_with(
         extra: rows of its verification that are none of the requests'.
         worth: tokens per millisecond of the best step without such rows.
     """
-    joined = times.load(requests + extra.requests)
+    joined = times.table.times(requests + extra.requests)
     first = int(joined.room_for(requests + extra.rows))
     joined_context = extra.joined_context(requests, context)
     verify_ms = times.step_ms(requests + extra.requests, joined_context)[0, first:]

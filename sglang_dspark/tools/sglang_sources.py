@@ -173,12 +173,11 @@ def signature(given: ast.arguments) -> Signature:
     """Return the names and kinds of parameters, and which have defaults."""
     positional = [*given.posonlyargs, *given.args]
     defaults = [Parameter.empty] * (len(positional) - len(given.defaults)) + [...] * len(given.defaults)
+    kinds = [Parameter.POSITIONAL_ONLY] * len(given.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(given.args)
     parameters = [
-        Parameter(each.arg, Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for each, default in zip(positional, defaults, strict=True)
+        Parameter(each.arg, kind, default=default)
+        for each, kind, default in zip(positional, kinds, defaults, strict=True)
     ]
-    for index in range(len(given.posonlyargs)):
-        parameters[index] = parameters[index].replace(kind=Parameter.POSITIONAL_ONLY)
     if given.vararg:
         parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
     for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):

@@ -228,7 +228,7 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     rounds = MeasuredSet.from_answers(prompts.name, answers, gamma)
     if rounds.logits is None:
         raise ConfigError(
-            f"--url {client.url}: the drafter has no confidence head, so there is nothing to calibrate; serve a "
+            f"--url {client.server.url}: the drafter has no confidence head, so there is nothing to calibrate; serve a "
             "drafter with one (sglang-dspark doctor says what a drafter has)"
         )
     test = rounds.held_out(held_out)
