@@ -66,13 +66,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self._frequencies = inverse_frequencies(
-            config.rope_theta,
-            config.head_dim,
-            scaling=config.rope_scaling,
-            partial_rotary_factor=config.partial_rotary_factor,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        share, longest = config.partial_rotary_factor, config.max_position_embeddings
+        base = config.rope_theta, config.head_dim
+        self._frequencies = inverse_frequencies(*base, config.rope_scaling, share, longest)
         self.register_buffer("inv_freq", self._as_tensor(None), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

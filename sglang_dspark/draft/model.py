@@ -358,10 +358,6 @@ class DraftCache:
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps
         kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
 
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store which tokens [n] the slots [n] hold."""
-        self.tokens[slots] = tokens
-
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
     """Return the pool memory of one token in bytes."""

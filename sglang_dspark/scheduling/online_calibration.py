@@ -51,13 +51,13 @@ class PositionWindow:
     Positions fill at different speeds: a draft is only seen where all before it were accepted.
 
     Attributes:
-        values: one [gamma, capacity] float64 array per field, in no particular order along a row.
+        values: two [gamma, capacity] float64 arrays, one per field, in no particular order along a row.
         filled: [gamma] how many of the first entries of a row hold values; the others are 0.
         seen: [gamma] values ever appended.
     """
 
-    def __init__(self, gamma: int, capacity: int, num_fields: int) -> None:
-        self.values = [np.zeros((gamma, capacity)) for _ in range(num_fields)]
+    def __init__(self, gamma: int, capacity: int) -> None:
+        self.values = np.zeros((2, gamma, capacity))
         self.seen = np.zeros(gamma, dtype=np.int64)
         self._capacity = capacity
         self._row_starts = np.arange(gamma) * capacity
@@ -116,7 +116,7 @@ class OnlineCalibration:
         self._pending: list[tuple[Floats, Ints, Ints]] = []
         self._new_rounds = self._new_steps = 0
         self._refit_rounds = FIRST_REFIT_ROUNDS
-        self._pairs = PositionWindow(gamma, WINDOW_PAIRS, num_fields=2)
+        self._pairs = PositionWindow(gamma, WINDOW_PAIRS)
         # Of the last rounds: conditional acceptance as predicted, drafts verified and accepted.
         self._history: list[Any] = [np.zeros((0, gamma)), np.zeros(0, np.int64), np.zeros(0, np.int64)]
 

@@ -210,7 +210,10 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("note", "flags", said)
     yield Finding("ok", "target", f"{architectures} is served, and the drafter fits it: {sizes}")
     model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
-    _check_finite(model)
+    if broken := [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]:
+        raise CheckpointError(
+            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
+        )
     tensors = f"the drafter's {sum(1 for _ in model.parameters())} tensors are complete and finite"
     yield Finding("ok", "tensors", f"{tensors}: {_describe_memory(model)}")
     drafter = start.server.drafter
@@ -257,13 +260,3 @@ def _describe_memory(model: DraftModel) -> str:
         f"{count:,} parameters ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
         f"draft K/V {per_token:,} bytes per token"
     )
-
-
-def _check_finite(model: DraftModel) -> None:
-    import torch
-
-    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(parameter).all())]
-    if broken:
-        raise CheckpointError(
-            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
-        )

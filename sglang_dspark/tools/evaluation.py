@@ -269,17 +269,13 @@ class MeasuredSet:
                 )
         return held_out
 
-    @property
-    def predicted(self) -> Floats | None:
-        """Return [n, gamma] survival as the raw head predicts it; None without one."""
-        return None if self.logits is None else prefix_survival(sigmoid(self.logits))
-
     def confidence(self) -> list[dict[str, float | None]]:
         """Return the errors of the raw head's survival by position; empty without one."""
-        if self.predicted is None:
+        if self.logits is None:
             return []
+        survival = prefix_survival(sigmoid(self.logits))
         rows: list[dict[str, float | None]] = []
-        for k, (predicted, observed) in enumerate(zip(self.predicted.T, self.outcomes.T, strict=True)):
+        for k, (predicted, observed) in enumerate(zip(survival.T, self.outcomes.T, strict=True)):
             asked = self.proposed > k
             means = {"predicted_mean": predicted[asked].mean(), "observed_mean": observed[asked].mean()}
             found = asdict(errors(predicted[asked], observed[asked])) | {name: float(m) for name, m in means.items()}

@@ -1,5 +1,7 @@
 """Attention callbacks of the draft backbone over the paged draft cache."""
 
+from typing import Any
+
 import torch
 from dspark_kernels import (
     BlockAttention,
@@ -19,14 +21,13 @@ from sglang_dspark.draft.model import DraftCache
 
 def block_attend(cache: DraftCache, requests: StepRequests, num_slots: int, config: DraftConfig) -> Attend:
     """Return the callback of :meth:`DraftModel.forward_block` for requests whose blocks have ``num_slots`` rows."""
-    heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
+    heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+    given: Any = {"heads_per_kv": heads_per_kv, "dtype": cache.k.dtype, "scale": config.attention_scale}
 
     def attention(visibility: Visibility) -> BlockAttention:
         if visibility.is_full:
-            return block_attention(requests, num_slots, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale)
-        return partial_attention(
-            requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
-        )
+            return block_attention(requests, num_slots, **given)
+        return partial_attention(requests, num_slots, visibility, **given)
 
     attentions = {visibility: attention(visibility) for visibility in set(config.visibilities)}
     of_layer = [attentions[visibility] for visibility in config.visibilities]

@@ -63,6 +63,7 @@ def doctor(
         raise click.UsageError(f"--report {report} is written by a trial: give --try, too")
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -73,7 +74,8 @@ def doctor(
     with console.status("importing SGLang and running the checks"):
         for finding in _diagnose(target, draft, flags, hooks=hooks, sglang=sglang):
             findings.append(finding)
-            table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
+            remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
+            table.add_row(_MARKS[finding.status], finding.subject, escape(finding.found) + remedy)
     console.print(table)
     if num_failed := sum(finding.status == "fail" for finding in findings):
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
@@ -83,8 +85,12 @@ def doctor(
     elif target is None or draft is None:
         console.print("\n[green]Ready.[/] With --target and --draft, doctor checks a pair, too.")
     else:
+        from sglang_dspark.on_cpu import VARIABLE
+
+        words = _flags(target, draft, flags)
+        variable = f"{VARIABLE}=1 " if "--device" in words else ""
         console.print("\n[green]Ready.[/] This command starts the server:")
-        console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
+        console.print(f"{variable}python -m sglang.launch_server {' '.join(words)}", soft_wrap=True)
 
 
 def _try(console: Console, pair: tuple[Path, Path] | None, flags: tuple[str, ...], report: Path) -> None:
@@ -105,14 +111,6 @@ def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
 
     device = () if torch.cuda.is_available() else ("--device", "cpu")
     return ["--model-path", str(target), *dspark_flags(draft), *device, *others]
-
-
-def _command(flags: list[str]) -> str:
-    """Return the command of a server with these flags."""
-    from sglang_dspark.on_cpu import VARIABLE
-
-    variable = f"{VARIABLE}=1 " if "--device" in flags else ""
-    return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
 def _diagnose(
@@ -136,13 +134,6 @@ def _diagnose(
         from sglang_dspark.tools.doctor import check_pair
 
         yield from check_pair(target, draft, _flags(target, draft, flags))
-
-
-def _text(finding: Finding) -> str:
-    from rich.markup import escape
-
-    remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
-    return escape(finding.found) + remedy
 
 
 _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"

@@ -89,10 +89,8 @@ class Costs:
             extra: further rows of the forward; None if there are none.
         """
         extra = extra or ExtraRows(0, 0, 0.0)
-        verified, joined_context = (
-            self.table.times(requests + extra.requests),
-            extra.joined_context(requests, context),
-        )
+        verified = self.table.times(requests + extra.requests)
+        joined_context = extra.joined_context(requests, context)
         ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + extra.rows))))
         if not self.table.tiers:
             ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)

@@ -39,20 +39,16 @@ def parse_policy(text: str) -> DSparkConfig:
         ConfigError: it is none of them.
     """
     name, _, argument = text.partition(":")
-    known = {"static": "verify_len", "threshold": "confidence_threshold"}
-    if name not in POLICY_NAMES or (argument and name not in known):
+    takes = {"static": "verify_len", "threshold": "confidence_threshold"}
+    if name not in POLICY_NAMES or (argument and name not in takes):
         raise ConfigError(
             f"--policies: {text!r} is no policy; give some of auto, early-stop, off, static:N and "
             "threshold:P, with commas between them"
         )
-    fields_ = {"policy": name}
-    if not argument:
-        return DSparkConfig().with_policy(fields_)
     try:
-        value = int(argument) if name == "static" else float(argument)
-    except ValueError as error:
-        raise ConfigError(f"--policies: {argument!r} in {text!r} is no number; write {name}:N") from error
-    return DSparkConfig().with_policy({**fields_, known[name]: value})
+        return DSparkConfig.resolve({"schedule": name} | ({takes[name]: argument} if argument else {}), env={})
+    except ConfigError as error:
+        raise ConfigError(f"--policies: {text!r}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, repeat
 from math import inf
 from pathlib import Path
@@ -348,11 +349,10 @@ class RecordedBlocks:
     logits: NDArray[np.float64] | None
     answer: Ints
     name: str = "recorded blocks"
-    _by_answer: list[Ints] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        rows = [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
-        object.__setattr__(self, "_by_answer", rows)
+    @cached_property
+    def _by_answer(self) -> list[Ints]:
+        return [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
 
     def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         rows = [self._by_answer[request % len(self._by_answer)] for request in requests]
