@@ -45,18 +45,6 @@ def _on_or_off(text: str) -> bool | str:
     return {"on": True, "true": True, "off": False, "false": False}.get(text, text)
 
 
-def _policy(text: str) -> str:
-    return "off" if text == "false" else text
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def _option(
     help_text: str,
     *,
@@ -87,7 +75,7 @@ class DSparkConfig:
         "paper. `static` verifies the same number of drafts in every step. `threshold` verifies the drafts before "
         "the first one of low confidence. `off` drafts nothing.",
         default="auto",
-        read=_policy,
+        read=lambda text: "off" if text == "false" else text,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
         "Drafts per request and step (gamma). With a confidence head, this may be up to 16 more than the drafter's "
@@ -156,7 +144,7 @@ class DSparkConfig:
         f"yet. Pass one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
         "which paths are on.",
         default=(),
-        read=_names,
+        read=lambda text: text.split(","),
         nargs="+",
     )
     self_check: Switch = _option(
@@ -194,7 +182,7 @@ class DSparkConfig:
         "The value has the acceptance rate of each position if all drafts before it are accepted, such as "
         "`0.8,0.75,0.7`; the last rate counts for the rest of the block. With the engine `builtin`, only the "
         "environment variable has an effect, not the flag.",
-        read=_numbers,
+        read=lambda text: [float(part) for part in text.split(",")],
         nargs="+",
     )
 

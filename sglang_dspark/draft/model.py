@@ -244,7 +244,14 @@ class DraftModel(nn.Module):
         for layer, weight, bias, k_norm_weight in zip(self.decoder_layers, weights, biases, stack.k_norm, strict=True):
             read_from(layer.self_attn.context_projections, weight, bias)
             layer.self_attn.k_norm.weight.data = k_norm_weight
-        self._context_stack, self._fused_layers = stack, self._fuse(weights, biases)
+        # None of Gemma 4's, for which there are no such kernels.
+        layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        self._fused_layers = [
+            FusedLayer.build(*parts, self.config.rms_norm_eps)
+            for parts in zip(layers, weights, biases, next_norms, strict=False)
+        ]
+        self._context_stack = stack
         return self
 
     @torch.no_grad()
@@ -254,15 +261,6 @@ class DraftModel(nn.Module):
         for name in ("fc", "layers"):
             store_in_eight_bits(self, name)
         return self.freeze()
-
-    def _fuse(self, kv_weights: Sequence[Weight], kv_biases: Sequence[Tensor | None]) -> list[FusedLayer]:
-        """Return the layers in fewer launches; none of Gemma 4's, for which there are no such kernels."""
-        layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
-        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
-        return [
-            FusedLayer.build(layer, kv_weight, kv_bias, next_norm, self.config.rms_norm_eps)
-            for layer, kv_weight, kv_bias, next_norm in zip(layers, kv_weights, kv_biases, next_norms, strict=False)
-        ]
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
         """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""

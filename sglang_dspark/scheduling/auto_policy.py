@@ -291,7 +291,9 @@ class AutoPolicy(Policy):
             decision = StepDecision(
                 gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
             )
-            ms = self._one_drafted_ms(requests, context)
+            drafts_for = requests if self.fixed_draft_shape else 1
+            draft_ms = [self.times.single_ms(drafts_for, 0, depth, context) for depth in (0, gamma)]
+            ms = self.times.single_ms(requests, gamma, 0, context) + (draft_ms[1] - draft_ms[0])
         else:
             decision = _decision(best, requests)
             if _num_drafts(decision, requests) < requests * gamma:
@@ -300,12 +302,6 @@ class AutoPolicy(Policy):
             ms = self.times.single_ms(requests, _num_drafts(decision, requests), decision.draft_len, context)
         self._spend(ms / best.ms - 1)
         return decision
-
-    def _one_drafted_ms(self, requests: int, context: float) -> float:
-        """Return the milliseconds of a step that verifies one request in full."""
-        gamma, drafted = self.times.table.gamma, requests if self.fixed_draft_shape else 1
-        draft_ms = self.times.single_ms(drafted, 0, gamma, context) - self.times.single_ms(drafted, 0, 0, context)
-        return self.times.single_ms(requests, gamma, 0, context) + draft_ms
 
     def _explore(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Take the alternative to the best step; without one, look for it again after as long as between probes."""

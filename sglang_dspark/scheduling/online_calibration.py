@@ -153,7 +153,11 @@ class OnlineCalibration:
         is_first = self.num_refits == 0
         if self._new_rounds >= self._refit_rounds and (is_first or self._new_steps >= REFIT_STEPS):
             self._absorb()
-            self._refit()
+            self._refit_rounds = min(self._refit_rounds * (1 if is_first else 2), REFIT_ROUNDS)
+            self._new_rounds = self._new_steps = 0
+            seen, kept = self._pairs.values
+            self._map = self._map.refined(self._start_scale, seen, kept, self._pairs.filled, NEWTON_STEPS)
+            self.num_refits += 1
 
     def report(self) -> dict[str, Any]:
         """Return the JSON form.
@@ -192,13 +196,6 @@ class OnlineCalibration:
         self._history = [np.concatenate(pair)[-REPORT_ROUNDS:] for pair in zip(self._history, added, strict=True)]
         tested = reached(verified, accepted, self._gamma)
         self._pairs.append(tested, logits, survived(accepted, self._gamma))
-
-    def _refit(self) -> None:
-        self._refit_rounds = min(self._refit_rounds * (2 if self.num_refits else 1), REFIT_ROUNDS)
-        self._new_rounds = self._new_steps = 0
-        logits, outcomes = self._pairs.values
-        self._map = self._map.refined(self._start_scale, logits, outcomes, self._pairs.filled, NEWTON_STEPS)
-        self.num_refits += 1
 
 
 def _ece_by_position(predicted: Floats, outcomes: Bools, mask: Bools) -> list[float | None]:

@@ -155,17 +155,15 @@ class SpsTable:
             )
         try:
             # Every key has to be there, whatever has a default.
-            return msgspec.convert({"tiers": None} | content, cls, dec_hook=_array)
+            return msgspec.convert(
+                {"tiers": None} | content, cls, dec_hook=lambda _, values: np.asarray(values, np.float64)
+            )
         except msgspec.ValidationError as error:
             raise ConfigError(f"SPS table {str(path)!r} is damaged: {error}; remove the file") from error
 
 
 # Its two formats have no version.
 _KEYS_OF_SGLANG = {"sample_batch_tokens", "bias_seconds"}
-
-
-def _array(kind: type, values: list[Any]) -> NDArray[np.float64]:
-    return np.asarray(values, dtype=np.float64)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ class Demo:
         for way, given in answers.items():
             name, base = compared.get(way, ("", way))
             ratios = _with_interval(_ratios(given, answers[base])) if name else ""
-            table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)]), name, ratios)
+            speeds = [answer.tokens_per_s for answer in chain(*given)]
+            table.add_row(way, f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})", name, ratios)
         self._console.print(table)
         own = "steps" if self._on_gpu else "attention and linear layers on a CPU"
         self._console.print(
@@ -251,10 +252,6 @@ def _accept_length(answers: Answers) -> float:
     """Return the tokens per decode round over all answers of DSPARK, bonus token included; NaN without a round."""
     num_rounds = sum(answer.num_rounds for answer in chain(*answers))
     return sum(answer.num_committed for answer in chain(*answers)) / num_rounds if num_rounds else float("nan")
-
-
-def _with_range(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def _with_interval(ratios: Sequence[float]) -> str:

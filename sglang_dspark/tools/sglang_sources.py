@@ -47,7 +47,9 @@ class Sources:
             return self._fields(path.removesuffix(".__init__")) if path.endswith(".__init__") else None
         if isinstance(found.node, ast.Module | ast.ClassDef):
             return "module" if isinstance(found.node, ast.Module) else "class"
-        if not isinstance(found.node, _FUNCTIONS) or _is_property(found.node):
+        if not isinstance(found.node, _FUNCTIONS):
+            return "value"
+        if any(ast.unparse(each).endswith("property") for each in found.node.decorator_list):
             return "value"
         return f"{'async ' * isinstance(found.node, ast.AsyncFunctionDef)}{written(signature(found.node.args))}"
 
@@ -163,10 +165,6 @@ def _set_on_self(node: ast.ClassDef) -> frozenset[str]:
     """Return the attributes that methods of a class set on ``self``."""
     stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
     return frozenset(each.attr for each in stored if ast.unparse(each.value) == "self")
-
-
-def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(each).endswith("property") for each in node.decorator_list)
 
 
 def signature(given: ast.arguments) -> Signature:

@@ -275,7 +275,11 @@ def read_dflash(name: FormatName, content: Content) -> Reading:
     heads(content, tensors, variant.defaults)
     reduced_vocabulary(content)
     content.values["num_target_layers"] = _depth(content.values)
-    content.values["sample_from_anchor"] = _dflash_samples_from_anchor(content, variant)
+    keys = (*_anywhere("sample_from_anchor"), "dflash_config.shift_label", "shift_label")
+    content.names["sample_from_anchor"] = next((key for key in keys if key in content), keys[0])
+    content.values["sample_from_anchor"] = content.find(*keys, default=variant.sample_from_anchor)
+    if content.values["sample_from_anchor"] is None:
+        raise layout_question(content)
     _check_attention_mode(content)
     layers.attention(content)
     layers.causal_layers(content)
@@ -292,15 +296,6 @@ def _depth(values: Mapping[str, Any]) -> Any:
     if type(depth) is int and isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
         return None if depth <= max(taps, default=-1) else depth
     return depth
-
-
-def _dflash_samples_from_anchor(content: Content, variant: Variant) -> Any:
-    keys = (*_anywhere("sample_from_anchor"), "dflash_config.shift_label", "shift_label")
-    content.names["sample_from_anchor"] = next((key for key in keys if key in content), keys[0])
-    given = content.find(*keys, default=variant.sample_from_anchor)
-    if given is None:
-        raise layout_question(content)
-    return given
 
 
 def _check_attention_mode(content: Content) -> None:

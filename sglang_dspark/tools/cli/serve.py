@@ -13,7 +13,6 @@ import click
 from sglang_dspark.tools.cli.options import Checkpoint, OutputFile
 
 if TYPE_CHECKING:
-    from rich.console import Console
 
     from sglang_dspark.tools.doctor import Finding
 
@@ -81,7 +80,14 @@ def doctor(
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
         raise SystemExit(1)
     if tries:
-        _try(console, None if target is None or draft is None else (target, draft), flags, report or Path(_REPORT))
+        from sglang_dspark.tools.trial import try_here
+
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        pair = None if target is None or draft is None else (target, draft)
+        if not try_here(console, pair, flags, report_path=report or Path(_REPORT), log_dir=_CACHE):
+            console.print("\n[bold red]Texts are different.[/] Please report it, with this file.")
+            raise SystemExit(1)
+        console.print("\n[green]No text is different.[/]")
     elif target is None or draft is None:
         console.print("\n[green]Ready.[/] With --target and --draft, doctor checks a pair, too.")
     else:
@@ -91,16 +97,6 @@ def doctor(
         variable = f"{VARIABLE}=1 " if "--device" in words else ""
         console.print("\n[green]Ready.[/] This command starts the server:")
         console.print(f"{variable}python -m sglang.launch_server {' '.join(words)}", soft_wrap=True)
-
-
-def _try(console: Console, pair: tuple[Path, Path] | None, flags: tuple[str, ...], report: Path) -> None:
-    from sglang_dspark.tools.trial import try_here
-
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    if not try_here(console, pair, flags, report_path=report, log_dir=_CACHE):
-        console.print("\n[bold red]Texts are different.[/] Please report it, with this file.")
-        raise SystemExit(1)
-    console.print("\n[green]No text is different.[/]")
 
 
 def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
