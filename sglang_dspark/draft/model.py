@@ -264,7 +264,7 @@ class DraftModel(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
         """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""
-        self._thaw()
+        self._context_stack, self._fused_layers = None, []
         super().requires_grad_(requires_grad)
         return self
 
@@ -280,12 +280,9 @@ class DraftModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DraftModel":
         # A cast or a move gives every parameter its own storage again, so a stack made before would be stale.
-        self._thaw()
+        self._context_stack, self._fused_layers = None, []
         super()._apply(fn, recurse)
         return self
-
-    def _thaw(self) -> None:
-        self._context_stack, self._fused_layers = None, []
 
 
 class _ContextStack(NamedTuple):

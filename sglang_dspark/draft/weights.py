@@ -91,7 +91,8 @@ def load_draft_model(
 
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
-            misshapen or not floating point; all offending tensors are named in the one message.
+            misshapen or not floating point; all offending tensors are named in the one message. Or a finite value
+            becomes infinite in this dtype.
     """
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(path), stack, reading or read(path))
@@ -103,7 +104,11 @@ def load_draft_model(
             for name, parameter in model.named_parameters():
                 stored = checkpoint.tensor(name)
                 parameter.copy_(stored)
-                _check_range(name, stored, parameter, str(path))
+                if not bool(parameter.isfinite().all()) and bool(stored.isfinite().all()):
+                    raise CheckpointError(
+                        f"{path}: {name} has values up to {float(stored.abs().max()):.3g}, which the target's dtype "
+                        f"{str(parameter.dtype).removeprefix('torch.')} does not reach; pass --dtype bfloat16"
+                    )
         ids = checkpoint.token_ids()
         if ids is not None and model.token_ids is not None:
             model.token_ids.copy_(ids)
@@ -137,19 +142,6 @@ def listed_tokens(stored: Mapping[str, Tensor], config: DraftConfig, origin: str
                 "intact checkpoint"
             )
     return lists[0] if lists and config.draft_vocab_size is not None else None
-
-
-def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
-    """Refuse a drafter whose weights have no room in the target's dtype.
-
-    Raises:
-        CheckpointError: a finite value has become infinite.
-    """
-    if not bool(cast.isfinite().all()) and bool(stored.isfinite().all()):
-        raise CheckpointError(
-            f"{origin}: {name} has values up to {float(stored.abs().max()):.3g}, which the target's dtype "
-            f"{str(cast.dtype).removeprefix('torch.')} does not reach; pass --dtype bfloat16"
-        )
 
 
 def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:

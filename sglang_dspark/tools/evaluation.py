@@ -319,17 +319,11 @@ def recorded_blocks(sets: Sequence[MeasuredSet], name: str) -> RecordedBlocks:
     Rounds that ended with a stop token are left out: what the block was worth is not known of them.
     """
     gamma = sets[0].gamma
-    whole = [one.proposed == gamma for one in sets]
-    has_head = all(one.logits is not None for one in sets)
+    whole = [(one, one.proposed == gamma) for one in sets]
     # The first answers of all sets, then the second ones ...: a short workload shall have something of each.
-    owners = np.concatenate(
-        [one.answer[kept] * len(sets) + index for index, (one, kept) in enumerate(zip(sets, whole, strict=True))]
-    )
+    owners = np.concatenate([one.answer[kept] * len(sets) + index for index, (one, kept) in enumerate(whole)])
     order = owners.argsort(kind="stable")
-    accepted = np.concatenate([one.accepted[kept] for one, kept in zip(sets, whole, strict=True)])[order]
-    logits = None
-    if has_head:
-        logits = np.concatenate(
-            [one.logits[kept] for one, kept in zip(sets, whole, strict=True) if one.logits is not None]
-        )[order]
+    accepted = np.concatenate([one.accepted[kept] for one, kept in whole])[order]
+    found = [one.logits[kept] for one, kept in whole if one.logits is not None]
+    logits = np.concatenate(found)[order] if len(found) == len(sets) else None
     return RecordedBlocks(gamma, accepted, logits, owners[order], name)

@@ -176,7 +176,7 @@ def _texts_of(row: Any, speakers: Sequence[str]) -> list[str] | None:
 def _said_under(key: str, value: Any, speakers: Sequence[str]) -> list[str] | None:
     if not value:
         return []
-    if isinstance(value, list) and all(map(_is_message, value)):
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(_speaker(item), str) for item in value):
         said = [message for message in value if _speaker(message).lower() in speakers]
         contents = [one.get("value") if one.get("content") is None else one["content"] for one in said]
     elif speakers is not _USERS:
@@ -189,10 +189,6 @@ def _said_under(key: str, value: Any, speakers: Sequence[str]) -> list[str] | No
         return None
     texts = [_joined(content) for content in contents]
     return texts if all(isinstance(text, str) for text in texts) else None
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(_speaker(item), str)
 
 
 def _speaker(message: dict[str, Any]) -> Any:

@@ -102,8 +102,10 @@ def warm_up(
         _lay_out(executor.drafter, req_to_token, max_verify, captured, on_device=True)
         of_whole_steps = geometric_grid(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
-            if check is not None:
-                _fill_contexts(executor, target_worker, max_verify, requests)
+            # Dummy requests get K/V from position 1 on: of zeros, every kind of attention would give zeros.
+            for length in () if check is None else range(1, context, window):
+                with DummyBatch(target_worker, requests, length, window) as batch:
+                    _WarmUpSteps(executor, batch, max_verify).fill_context()
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
         processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
@@ -123,13 +125,6 @@ def _context(runner: Any, max_verify: int) -> int:
     """Return the committed tokens of a dummy request."""
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - max_verify - 1
     return max(1, min(_CONTEXT, room))
-
-
-def _fill_contexts(executor: EagerExecutor, target_worker: Any, max_verify: int, requests: int) -> None:
-    """Write K/V of dummy requests from position 1 on: of zeros, every kind of attention would give zeros."""
-    for length in range(1, _context(target_worker.model_runner, max_verify), max_verify + 1):
-        with DummyBatch(target_worker, requests, length, max_verify + 1) as batch:
-            _WarmUpSteps(executor, batch, max_verify).fill_context()
 
 
 @contextmanager

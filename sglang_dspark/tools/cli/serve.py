@@ -13,7 +13,6 @@ import click
 from sglang_dspark.tools.cli.options import Checkpoint, OutputFile
 
 if TYPE_CHECKING:
-
     from sglang_dspark.tools.doctor import Finding
 
 
