@@ -70,9 +70,9 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
 
 
-def command(argv: Sequence[str] = sys.argv) -> str:
+def command() -> str:
     """Return the command line as one would type it in the root of the repository."""
-    return shlex.join(["python", *(portable(word) for word in argv)])
+    return shlex.join(["python", *(portable(word) for word in sys.argv)])
 
 
 def record() -> dict[str, Any]:
