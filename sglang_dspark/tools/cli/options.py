@@ -85,11 +85,8 @@ def trace_client(options: Mapping[str, Any]) -> TraceClient:
     from sglang_dspark.tools.evaluation import TIMEOUT_S, TraceClient
     from sglang_dspark.tools.launch import JsonClient
 
-    url, names = (
-        (options["url"] or DEFAULT_URL).rstrip("/"),
-        ("max_tokens", "temperature", "raw", "chat_template_kwargs"),
-    )
-    server = JsonClient("--url", url, "a DSPARK", TIMEOUT_S, options["api_key"])
+    names, url = ("max_tokens", "temperature", "raw", "chat_template_kwargs"), options["url"] or DEFAULT_URL
+    server = JsonClient("--url", url.rstrip("/"), "a DSPARK", TIMEOUT_S, options["api_key"])
     return TraceClient(server, **{name: options[name] for name in names})
 
 
