@@ -45,34 +45,24 @@ def _on_or_off(text: str) -> bool | str:
     return {"on": True, "true": True, "off": False, "false": False}.get(text, text)
 
 
-def _policy(text: str) -> str:
-    return "off" if text == "false" else text
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def _option(
     help_text: str,
     *,
     default: Any = None,
     read: Callable[[str], object] = str,
-    nargs: Literal["?", "+"] | None = None,
-    const: str | None = None,
+    nargs: Literal["+"] | None = None,
+    switch: bool = False,
 ) -> Any:
     """Declare one option.
 
     Args:
         read: turns its text into a value.
         nargs: of its flag, for ``argparse``, if that does not take exactly one value.
-        const: its text if the flag has no value.
+        switch: it is off by default, and on if its flag has no value.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, "flag": {"nargs": nargs, "const": const}})
+    flag = {"nargs": "?", "const": "on"} if switch else {"nargs": nargs, "const": None}
+    default, read = (False, _on_or_off) if switch else (default, read)
+    return field(default=default, metadata={"help": help_text, "read": read, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class DSparkConfig:
         "paper. `static` verifies the same number of drafts in every step. `threshold` verifies the drafts before "
         "the first one of low confidence. `off` drafts nothing.",
         default="auto",
-        read=_policy,
+        read=lambda text: "off" if text == "false" else text,
     )
     block_size: Annotated[int, int_range(1)] | None = _option(
         "Drafts per request and step (gamma). With a confidence head, this may be up to 16 more than the drafter's "
@@ -123,10 +113,7 @@ class DSparkConfig:
     draft_free: Switch = _option(
         "Serve without a drafter: requests with a preset or a prediction speculate, others decode one token per step. "
         "`--speculative-dspark-draft-free` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     answer_cache: Annotated[int, int_range(1)] | None = _option(
         "Megabytes of host memory for finished answers, from which later requests with the same key copy drafts.",
@@ -157,17 +144,14 @@ class DSparkConfig:
         f"yet. Pass one or more of {', '.join(get_args(UnprovenPath))}. `gpu_paths` in `GET /dspark/capabilities` says "
         "which paths are on.",
         default=(),
-        read=_names,
+        read=lambda text: text.split(","),
         nargs="+",
     )
     self_check: Switch = _option(
         "On a GPU, compare kernels with plain PyTorch, and CUDA graphs with eager steps, during the start. The first "
         "start takes about 5 seconds longer. A fault ends the start. The check is off by default because it has not "
         "run on a GPU yet. `--speculative-dspark-self-check` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     answer_cache_key: Literal["request", "prompt"] = _option(
         "Key for the answers to requests that name no `cache` key. With `prompt`, the prompt is the key, so "
@@ -185,10 +169,7 @@ class DSparkConfig:
     untested_sglang: Switch = _option(
         "Serve on a release of SGLang on which the plugin's tests have not passed. "
         "`--speculative-dspark-untested-sglang` without a value means `on`.",
-        default=False,
-        read=_on_or_off,
-        nargs="?",
-        const="on",
+        switch=True,
     )
     fallback: Literal["refuse", "target-only"] = _option(
         "What to do if the drafter is unusable, or target or device is not served. `refuse` ends the start. "
@@ -201,7 +182,7 @@ class DSparkConfig:
         "The value has the acceptance rate of each position if all drafts before it are accepted, such as "
         "`0.8,0.75,0.7`; the last rate counts for the rest of the block. With the engine `builtin`, only the "
         "environment variable has an effect, not the flag.",
-        read=_numbers,
+        read=lambda text: [float(part) for part in text.split(",")],
         nargs="+",
     )
 
@@ -365,11 +346,7 @@ def option_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str
 _DEFAULTS_IN_WORDS = {
     "block_size": "the drafter's",
     "verify_len": "the block size",
-    "online_calibration": "on",
-    "draft_free": "off",
     "sps_table_path": "in the cache",
-    "untested_sglang": "off",
-    "self_check": "off",
     "prompt_rows": "0",
     "unproven": "none",
 }
@@ -377,8 +354,8 @@ _DEFAULTS_IN_WORDS = {
 
 def default_text(field_name: str) -> str:
     """Return the default of an option as ``--help`` and docs/options.md show it."""
-    default = getattr(DSparkConfig, field_name)
-    return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
+    default = str(getattr(DSparkConfig, field_name))
+    return _DEFAULTS_IN_WORDS.get(field_name) or {"None": "none", "True": "on", "False": "off"}.get(default, default)
 
 
 def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:

@@ -66,13 +66,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self._frequencies = inverse_frequencies(
-            config.rope_theta,
-            config.head_dim,
-            scaling=config.rope_scaling,
-            partial_rotary_factor=config.partial_rotary_factor,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        share, longest = config.partial_rotary_factor, config.max_position_embeddings
+        base = config.rope_theta, config.head_dim
+        self._frequencies = inverse_frequencies(*base, config.rope_scaling, share, longest)
         self.register_buffer("inv_freq", self._as_tensor(None), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,37 +127,43 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around the attention: q and k get a per-head RMSNorm, then RoPE; v gets neither.
+    """Projections around the attention: q and k get a per-head RMSNorm, then RoPE.
 
     Attributes:
+        v_proj: None if values are projected as keys are.
+        v_norm: per-head RMSNorm of v without weights, in Gemma 4's layers; None in others.
         attention_sink_bias: [heads], named as in published checkpoints; None for a layer without sinks.
     """
 
+    v_proj: nn.Linear | None
+    v_norm: nn.RMSNorm | None
     attention_sink_bias: nn.Parameter | None
 
-    def __init__(self, config: DraftConfig, *, has_sinks: bool) -> None:
+    def __init__(self, config: DraftConfig, *, has_sinks: bool = False) -> None:
         super().__init__()
         d, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        kv_size, norm = config.num_key_value_heads * head_dim, partial(nn.RMSNorm, head_dim, eps=config.rms_norm_eps)
         self.head_dim, self.value_scale = head_dim, config.attention_value_scale
         self.q_proj = nn.Linear(d, config.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(d, kv_size, bias=bias)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(d, kv_size, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * head_dim, d, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.q_norm, self.k_norm = norm(), norm()
+        self.v_norm = norm(elementwise_affine=False) if config.backbone == "gemma4" else None
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if has_sinks else None
 
     @property
     def context_projections(self) -> tuple[nn.Linear, ...]:
-        """Return the layer that projects context rows."""
-        return self.k_proj, self.v_proj
+        """Return the layers that project context rows."""
+        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
 
     def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Return ``[T, d]`` for normalised ``hidden [T, d]``."""
         heads = (-1, self.head_dim)
+        projected = [projection(hidden).unflatten(-1, heads) for projection in self.context_projections]
         q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(hidden).unflatten(-1, heads)), cos, sin)
-        v = self.v_proj(hidden).unflatten(-1, heads)
+        k = rotate(self.k_norm(projected[0]), cos, sin)
+        v = projected[-1] if self.v_norm is None else self.v_norm(projected[-1])
         return self.output(attend(layer, q, k, v, self.attention_sink_bias))
 
     def output(self, attended: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ class GemmaDecoderLayer(nn.Module):
         norm = partial(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
-        self.self_attn = GemmaAttention(config)
+        self.self_attn = Attention(config)
         self.mlp = GatedMLP(config, activation=partial(F.gelu, approximate="tanh"))
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
@@ -208,40 +210,6 @@ class GemmaDecoderLayer(nn.Module):
         hidden = hidden + self.post_attention_layernorm(attended)
         hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
         return hidden * self.layer_scalar
-
-
-class GemmaAttention(nn.Module):
-    """Projections around the attention: q, k and v get a per-head RMSNorm, that of v without weights, q and k RoPE.
-
-    Attributes:
-        v_proj: None if values are projected as keys are.
-    """
-
-    v_proj: nn.Linear | None
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        d, self.head_dim = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(d, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = None if config.attention_k_eq_v else nn.Linear(d, self.k_proj.out_features, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, d, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.v_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
-
-    @property
-    def context_projections(self) -> tuple[nn.Linear, ...]:
-        """Return the layer that projects context rows."""
-        return (self.k_proj,) if self.v_proj is None else (self.k_proj, self.v_proj)
-
-    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return ``[T, d]`` for normalised ``hidden [T, d]``."""
-        heads = (-1, self.head_dim)
-        projected = [projection(hidden).unflatten(-1, heads) for projection in self.context_projections]
-        q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)
-        k = rotate(self.k_norm(projected[0]), cos, sin)
-        return self.o_proj(attend(layer, q, k, self.v_norm(projected[-1]), None).flatten(-2))
 
 
 def with_normed_values(projected: Tensor, config: DraftConfig) -> Tensor:

@@ -10,6 +10,7 @@ anchor, p - j >= 1 for the row at position j.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -154,7 +155,9 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         check(DraftConfig, vars(self), origin=self.origin)
-        _check_rules(self)
+        for key, is_broken, rule in _rules(self):
+            if is_broken:
+                raise CheckpointError(f"{self.origin}: {key}={getattr(self, key)!r} {rule}: {REMEDY}")
 
     @property
     def gamma(self) -> int:
@@ -263,88 +266,65 @@ class DraftConfig:
         }
 
 
-def _check_rules(config: DraftConfig) -> None:
-    """Rules between fields; those of single fields are in their types."""
+def _rules(config: DraftConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield the rules between fields; those of single fields are in their types.
 
-    def fail(key: str, rule: str) -> CheckpointError:
-        return CheckpointError(f"{config.origin}: {key}={getattr(config, key)!r} {rule}: {REMEDY}")
-
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise fail("num_key_value_heads", f"does not divide num_attention_heads={config.num_attention_heads}")
-    if config.head_dim % 2:
-        raise fail("head_dim", "is odd, but rotary embeddings need pairs")
-    if config.mask_token_id >= config.vocab_size:
-        raise fail("mask_token_id", f"is outside the vocabulary of vocab_size={config.vocab_size}")
-    if config.draft_vocab_size is not None and config.draft_vocab_size > config.vocab_size:
-        raise fail("draft_vocab_size", f"is larger than vocab_size={config.vocab_size}")
-    if not config.gamma:
-        raise fail("block_size", "leaves no slot that predicts, because sample_from_anchor is false")
-    _check_taps(config, fail)
-    _check_heads(config, fail)
-    _check_layers(config, fail)
-    _check_convolutions(config, fail)
-    _check_backbone(config, fail)
-    rotated = rotary_dim(config.head_dim, config.partial_rotary_factor)
-    if config.partial_rotary_factor > 1 or rotated < 2 or rotated % 2:
-        raise fail("partial_rotary_factor", f"rotates {rotated} of head_dim={config.head_dim} channels")
-    if config.partial_rotary_factor != 1 and score_factor(config.rope_scaling) != 1:
-        raise fail("partial_rotary_factor", "together with YaRN's attention factor is not supported")
-
-
-def _check_taps(config: DraftConfig, fail: Any) -> None:
+    Each one has a field, whether that breaks the rule, and the rule in words. No rule is asked for after a broken one.
+    """
     taps, depth = config.target_layer_ids, config.num_target_layers
-    if any(later <= earlier for earlier, later in pairwise(taps)):
-        raise fail("target_layer_ids", "is not strictly increasing")
-    if not taps or taps[0] < EMBEDDING_TAP:
-        raise fail("target_layer_ids", "must hold layers from -1 on, and at least one")
-    if depth is not None and taps[-1] > depth - 2:
-        raise fail(
-            "target_layer_ids",
-            f"must lie in [-1, {depth - 2}] for num_target_layers={depth} (the last layer cannot be tapped)",
-        )
+    heads, vocab_size = config.num_attention_heads, config.vocab_size
+    yield "num_key_value_heads", heads % config.num_key_value_heads, f"does not divide num_attention_heads={heads}"
+    yield "head_dim", config.head_dim % 2, "is odd, but rotary embeddings need pairs"
+    outside = config.mask_token_id >= vocab_size
+    yield "mask_token_id", outside, f"is outside the vocabulary of vocab_size={vocab_size}"
+    yield "draft_vocab_size", config.num_proposed > vocab_size, f"is larger than vocab_size={vocab_size}"
+    yield "block_size", not config.gamma, "leaves no slot that predicts, because sample_from_anchor is false"
 
+    is_unordered = any(later <= earlier for earlier, later in pairwise(taps))
+    yield "target_layer_ids", is_unordered, "is not strictly increasing"
+    outside = not taps or taps[0] < EMBEDDING_TAP
+    yield "target_layer_ids", outside, "must hold layers from -1 on, and at least one"
+    if depth is not None:
+        words = f"must lie in [-1, {depth - 2}] for num_target_layers={depth} (the last layer cannot be tapped)"
+        yield "target_layer_ids", taps[-1] > depth - 2, words
 
-def _check_heads(config: DraftConfig, fail: Any) -> None:
-    if config.markov_rank and config.markov_head_type is None:
-        raise fail("markov_head_type", f"must be one of {', '.join(MARKOV_HEAD_TYPES)} because markov_rank is not 0")
-    if (config.markov_head_type == "selector") != (config.selector_top_k is not None):
-        raise fail("selector_top_k", f"contradicts markov_head_type={config.markov_head_type!r}")
-    if config.markov_head_type == "rnn" and not config.sample_from_anchor:
-        raise fail("markov_head_type", "with sample_from_anchor=false is not supported; only vanilla and gated are")
-    if config.confidence_head_with_markov and not config.enable_confidence_head:
-        raise fail("confidence_head_with_markov", "contradicts enable_confidence_head=False")
-    if config.confidence_head_with_markov and not config.markov_rank:
-        raise fail("confidence_head_with_markov", "needs a Markov head, but markov_rank=0")
-
-
-def _check_layers(config: DraftConfig, fail: Any) -> None:
+    yield from _rules_of_heads(config)
     for key in ("layer_types", "causal_layers", "sink_layers"):
-        if len(getattr(config, key)) not in (0, config.num_hidden_layers):
-            raise fail(key, f"must have one entry per layer, num_hidden_layers={config.num_hidden_layers}")
-    if SLIDING in config.layer_types and config.sliding_window is None:
-        raise fail("sliding_window", "must give the width of the sliding_attention layers in layer_types")
+        is_other = len(getattr(config, key)) not in (0, config.num_hidden_layers)
+        yield key, is_other, f"must have one entry per layer, num_hidden_layers={config.num_hidden_layers}"
+    lacks_width = SLIDING in config.layer_types and config.sliding_window is None
+    yield "sliding_window", lacks_width, "must give the width of the sliding_attention layers in layer_types"
 
+    conv_taps, size = config.conv_kernel_size, config.conv_group_size
+    yield "conv_group_size", bool(conv_taps) != bool(size), f"contradicts conv_kernel_size={conv_taps}"
+    yield "conv_group_size", size and config.hidden_size % size, f"does not divide hidden_size={config.hidden_size}"
+    yield "conv_kernel_size", conv_taps > config.block_size, f"exceeds block_size={config.block_size}"
 
-def _check_convolutions(config: DraftConfig, fail: Any) -> None:
-    taps, size = config.conv_kernel_size, config.conv_group_size
-    if bool(taps) != bool(size):
-        raise fail("conv_group_size", f"contradicts conv_kernel_size={taps}")
-    if size and config.hidden_size % size:
-        raise fail("conv_group_size", f"does not divide hidden_size={config.hidden_size}")
-    if taps > config.block_size:
-        raise fail("conv_kernel_size", f"exceeds block_size={config.block_size}")
-
-
-def _check_backbone(config: DraftConfig, fail: Any) -> None:
     if config.backbone == "qwen3":
-        if config.attention_k_eq_v:
-            raise fail("attention_k_eq_v", "needs Gemma 4's layers")
-        return
-    neutral = {"attention_bias": False, "sink_layers": (), "attention_value_scale": 1, "sliding_window": None}
-    neutral["conv_kernel_size"] = 0
-    for key, value in neutral.items():
-        if getattr(config, key) != value:
-            raise fail(key, "is not supported in Gemma 4's layers")
+        yield "attention_k_eq_v", config.attention_k_eq_v, "needs Gemma 4's layers"
+    else:
+        for key in ("attention_bias", "sink_layers", "attention_value_scale", "sliding_window", "conv_kernel_size"):
+            is_other = getattr(config, key) != getattr(DraftConfig, key)
+            yield key, is_other, "is not supported in Gemma 4's layers"
+
+    share, rotated = config.partial_rotary_factor, rotary_dim(config.head_dim, config.partial_rotary_factor)
+    is_unfit = share > 1 or rotated < 2 or rotated % 2
+    yield "partial_rotary_factor", is_unfit, f"rotates {rotated} of head_dim={config.head_dim} channels"
+    is_unfit = share != 1 and score_factor(config.rope_scaling) != 1
+    yield "partial_rotary_factor", is_unfit, "together with YaRN's attention factor is not supported"
+
+
+def _rules_of_heads(config: DraftConfig) -> Iterator[tuple[str, Any, str]]:
+    kind, key = config.markov_head_type, "confidence_head_with_markov"
+    words = f"must be one of {', '.join(MARKOV_HEAD_TYPES)} because markov_rank is not 0"
+    yield "markov_head_type", config.markov_rank and kind is None, words
+    is_other = (kind == "selector") != (config.selector_top_k is not None)
+    yield "selector_top_k", is_other, f"contradicts markov_head_type={kind!r}"
+    words = "with sample_from_anchor=false is not supported; only vanilla and gated are"
+    yield "markov_head_type", kind == "rnn" and not config.sample_from_anchor, words
+    reads_markov = config.confidence_head_with_markov
+    yield key, reads_markov and not config.enable_confidence_head, "contradicts enable_confidence_head=False"
+    yield key, reads_markov and not config.markov_rank, "needs a Markov head, but markov_rank=0"
 
 
 def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:

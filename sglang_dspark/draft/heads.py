@@ -13,8 +13,6 @@ With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias
 The confidence head says how likely a draft is accepted, given that all before it were (DSpark paper, Eq. 7).
 """
 
-from abc import abstractmethod
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from sglang_dspark.draft.config import DraftConfig
 
 
 class MarkovHead(nn.Module):
-    """Base of the head types; subclasses say how the latent ``u`` is formed."""
+    """The vanilla head, whose bias depends only on the previous token (Eq. 4); subclasses form the latent otherwise."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -35,16 +33,8 @@ class MarkovHead(nn.Module):
         """Return the state before a block's first slot: ``[bs, r]`` zeros for rnn, None for the stateless heads."""
         return None
 
-    @abstractmethod
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return ``(u [..., r], new state)`` of ``w1_embedding [..., r], hidden [..., d]``; bias = ``markov_w2(u)``."""
-
-
-class VanillaMarkovHead(MarkovHead):
-    """Eq. 4: the bias depends only on the previous token."""
-
-    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`MarkovHead.latent`."""
         return w1_embedding, None
 
 
@@ -86,15 +76,14 @@ class RnnMarkovHead(MarkovHead):
 
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :meth:`MarkovHead.latent`."""
-        if state is None:
-            raise ValueError("the rnn Markov head needs a state: start each block from initial_state()")
+        assert state is not None, "each block starts from initial_state()"
         gate, candidate, output = self.joint_proj(torch.cat((state, w1_embedding, hidden), dim=-1)).chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
 _HEADS: dict[str, type[MarkovHead]] = {
-    "vanilla": VanillaMarkovHead,
+    "vanilla": MarkovHead,
     "gated": GatedMarkovHead,
     "rnn": RnnMarkovHead,
     "selector": SelectorMarkovHead,
@@ -133,8 +122,7 @@ class ConfidenceHead(nn.Module):
         """
         features = hidden.float()
         if self.with_markov:
-            if w1_embedding is None:
-                raise ValueError("this confidence head reads Markov embeddings: pass those of the tokens before")
+            assert w1_embedding is not None, "this head reads the Markov embeddings of the tokens before"
             features = torch.cat((features, w1_embedding.float()), dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             return F.linear(features, self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)

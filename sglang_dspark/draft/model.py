@@ -206,13 +206,13 @@ class DraftModel(nn.Module):
                     f"[vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
                 )
         shared = []
-        if embed_weight is not None and (self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight)):
+        if embed_weight is not None and (self.embed_tokens is None or is_copy(self.embed_tokens.weight, embed_weight)):
             self.embed_tokens, self._target_embedding = None, embed_weight.detach()
             self._embed_scale = embed_scale
             shared.append("embed_tokens.weight")
         if lm_head_weight is not None:
             rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]
-            if self.lm_head is None or _same(self.lm_head.weight, rows):
+            if self.lm_head is None or is_copy(self.lm_head.weight, rows):
                 self.lm_head, self._target_lm_head = None, rows.detach()
                 shared.append("lm_head.weight")
         return tuple(shared)
@@ -244,7 +244,14 @@ class DraftModel(nn.Module):
         for layer, weight, bias, k_norm_weight in zip(self.decoder_layers, weights, biases, stack.k_norm, strict=True):
             read_from(layer.self_attn.context_projections, weight, bias)
             layer.self_attn.k_norm.weight.data = k_norm_weight
-        self._context_stack, self._fused_layers = stack, self._fuse(weights, biases)
+        # None of Gemma 4's, for which there are no such kernels.
+        layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        self._fused_layers = [
+            FusedLayer.build(*parts, self.config.rms_norm_eps)
+            for parts in zip(layers, weights, biases, next_norms, strict=False)
+        ]
+        self._context_stack = stack
         return self
 
     @torch.no_grad()
@@ -255,18 +262,9 @@ class DraftModel(nn.Module):
             store_in_eight_bits(self, name)
         return self.freeze()
 
-    def _fuse(self, kv_weights: Sequence[Weight], kv_biases: Sequence[Tensor | None]) -> list[FusedLayer]:
-        """Return the layers in fewer launches; none of Gemma 4's, for which there are no such kernels."""
-        layers = [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
-        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
-        return [
-            FusedLayer.build(layer, kv_weight, kv_bias, next_norm, self.config.rms_norm_eps)
-            for layer, kv_weight, kv_bias, next_norm in zip(layers, kv_weights, kv_biases, next_norms, strict=False)
-        ]
-
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
         """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""
-        self._thaw()
+        self._context_stack, self._fused_layers = None, []
         super().requires_grad_(requires_grad)
         return self
 
@@ -282,12 +280,9 @@ class DraftModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DraftModel":
         # A cast or a move gives every parameter its own storage again, so a stack made before would be stale.
-        self._thaw()
+        self._context_stack, self._fused_layers = None, []
         super()._apply(fn, recurse)
         return self
-
-    def _thaw(self) -> None:
-        self._context_stack, self._fused_layers = None, []
 
 
 class _ContextStack(NamedTuple):
@@ -304,7 +299,8 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
-def _same(own: Tensor, target: Tensor) -> bool:
+def is_copy(own: Tensor, target: Tensor) -> bool:
+    """Return whether a tensor equals the target's, after a cast to its dtype."""
     return torch.equal(own.detach().to(device=target.device, dtype=target.dtype), target)
 
 
@@ -356,10 +352,6 @@ class DraftCache:
         projected = drafter.context_projection(drafter.project_context(features))
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps
         kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
-
-    def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store which tokens [n] the slots [n] hold."""
-        self.tokens[slots] = tokens
 
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -79,21 +79,6 @@ PartShapes = Mapping[str, Sequence[int]]
 
 class UnfitError(Exception):
     """Parts are missing or do not fit each other; the message names them."""
-
-
-class Scheme(Protocol):
-    """A way to store weights; for the attributes see :class:`Storage`."""
-
-    words: str
-    methods: frozenset[str]
-
-    def shape(self, module: str, parts: PartShapes) -> list[int]:
-        """Return the shape of the weight that the parts of a module stand for, or raise UnfitError."""
-        ...
-
-    def dequantise(self, module: str, parts: Parts) -> Tensor:
-        """Return the weight [out, in] of parts that fit."""
-        ...
 
 
 class DequantisedTensors:
@@ -202,7 +187,7 @@ class Scaled:
     blocks: tuple[Block, ...] = ()
 
     def shape(self, module: str, parts: PartShapes) -> list[int]:
-        """Return the shape of the weight, or raise UnfitError."""
+        """Return the shape of the weight that the parts of a module stand for, or raise UnfitError."""
         scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
         if "weight" not in parts or scale is None:
             raise UnfitError(f"missing {module}.weight{'_scale or weight_scale_inv' if scale is None else ''}")
@@ -217,7 +202,7 @@ class Scaled:
         return shape
 
     def dequantise(self, module: str, parts: Parts) -> Tensor:
-        """Return the weight in float32."""
+        """Return the weight [out, in] of parts that fit, in float32."""
         codes, scales = parts["weight"], parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
         scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         if "weight_scale_2" in parts:
@@ -294,7 +279,7 @@ class CompressedTensors:
         self.words = f"compressed-tensors {', '.join(sorted(set(map(_words, self._groups))))}"
 
     def shape(self, module: str, parts: PartShapes) -> list[int]:
-        """Return the shape of the weight, or raise UnfitError."""
+        """Return the shape of the weight that the parts of a module stand for, or raise UnfitError."""
         group = self._group(module)
         if group is None:
             raise UnfitError(f"{module} is quantised, but quantization_config ignores it or names no group of it")
@@ -316,7 +301,7 @@ class CompressedTensors:
         return shape
 
     def dequantise(self, module: str, parts: Parts) -> Tensor:
-        """Return the weight in the library's dtype: that of the scales, or bfloat16."""
+        """Return the weight [out, in] of parts that fit, in the library's dtype: that of the scales, or bfloat16."""
         from compressed_tensors.quantization.lifecycle.forward import dequantize
 
         group = self._group(module)
@@ -351,6 +336,9 @@ def _words(group: QuantizationScheme) -> str:
     shared = f"{args['strategy']} of {size}" if size else args["strategy"]
     return f"{group.format.value} ({args['type']}{args['num_bits']} by {shared})"
 
+
+Scheme = Scaled | CompressedTensors
+"""A way to store weights."""
 
 KEYS = ("quantization_config", "compression_config")
 """Keys of config.json that may hold it, in newer files and in older ones."""

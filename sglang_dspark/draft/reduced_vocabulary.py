@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_dspark.draft.frozen_layers import in_eight_bits, linear_layer, overwrite
-from sglang_dspark.draft.heads import MarkovHead, SelectorMarkovHead, VanillaMarkovHead
+from sglang_dspark.draft.heads import MarkovHead, SelectorMarkovHead
 from sglang_dspark.draft.model import DraftModel, base_logits
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import atomic_write_text
@@ -82,6 +82,7 @@ class ProposalHeads:
 
     Attributes:
         weights: all but the LM head.
+        vocabulary: the tokens that are proposed; None stands for all.
         lm_head: rows of the proposed tokens.
         proposed: [V + 1] whether a token is proposed, and True, for the -1 after a request's tokens; None for all.
     """
@@ -100,15 +101,15 @@ class ProposalHeads:
         if model.token_ids is None and token_ids is not None:
             chosen = torch.tensor(token_ids, device=model.lm_head_weight.device)
         ids = model.token_ids if chosen is None else chosen
-        vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
+        self.vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
         self._model, self._chosen = model, chosen
         if ids is not None:
             self.proposed = np.zeros(model.config.vocab_size + 1, bool)
-        markov = _markov_weights(model.markov_head, self._stored)
+        markov = markov_weights(model.markov_head, self._stored)
         self.lm_head = linear_layer(self._stored(model.lm_head_weight))
         head = model.confidence_head
         confidence = None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
-        self.weights = DraftHeads(markov, confidence, vocabulary, model.config.selector_top_k)
+        self.weights = DraftHeads(markov, confidence, self.vocabulary, model.config.selector_top_k)
         self._follow_list()
 
     def follow(self) -> None:
@@ -137,24 +138,19 @@ class ProposalHeads:
         rows = weight if self._chosen is None else weight[self._chosen]
         return in_eight_bits(rows) if self._model.eight_bits else rows
 
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """Return the tokens that are proposed; None stands for all."""
-        return self.weights.vocabulary
-
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[T, v]`` of ``hidden [T, d]`` (post-norm) before the Markov bias, in the LM head's dtype."""
         return base_logits(hidden, self.lm_head, self._model.config)
 
 
-def _markov_weights(head: MarkovHead | None, stored: Callable[[Tensor], Weight]) -> MarkovWeights | None:
+def markov_weights(head: MarkovHead | None, stored: Callable[[Tensor], Weight]) -> MarkovWeights | None:
     """Return the head's weights: biases cover the proposed tokens only, embeddings of the last token cover all."""
     if head is None:
         return None
     w2 = stored(head.markov_w2.weight)
     if isinstance(head, SelectorMarkovHead):
         return MarkovWeights(head.markov_w1.weight, w2, projection=head.hidden_projection.weight)
-    return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
+    return MarkovWeights(head.markov_w1.weight, w2, None if type(head) is MarkovHead else head)
 
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -76,12 +76,7 @@ def keys_of(rope_type: str) -> tuple[str, ...]:
 
 
 def inverse_frequencies(
-    theta: float,
-    head_dim: int,
-    *,
-    scaling: RopeScaling | None = None,
-    partial_rotary_factor: float = 1.0,
-    max_position_embeddings: int = 1,
+    theta: float, head_dim: int, scaling: RopeScaling | None, partial_rotary_factor: float, longest: int
 ) -> list[float]:
     """Return the angles per position of the ``head_dim / 2`` channel pairs; pairs that do not rotate have 0.
 
@@ -90,12 +85,12 @@ def inverse_frequencies(
         head_dim: channels of a head; channel i is paired with channel i + head_dim / 2.
         scaling: None for the plain frequencies.
         partial_rotary_factor: share of the pairs that rotate, which are the first ones.
-        max_position_embeddings: YaRN's original context length if ``scaling`` gives none.
+        longest: YaRN's original context length if ``scaling`` gives none.
     """
     rotated = rotary_dim(head_dim, partial_rotary_factor)
     frequencies = [theta ** (-2 * i / rotated) for i in range(rotated // 2)]
     if scaling is not None:
-        frequencies, _ = _stretched(theta, head_dim, scaling, partial_rotary_factor, max_position_embeddings)
+        frequencies, _ = _stretched(theta, head_dim, scaling, partial_rotary_factor, longest)
     return frequencies + [0.0] * (head_dim // 2 - len(frequencies))
 
 

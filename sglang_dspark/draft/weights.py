@@ -4,7 +4,7 @@ Other weights for a drafter that serves are checked as a whole, before any of th
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading, read
 from sglang_dspark.draft.formats.checkpoint import open_files
 from sglang_dspark.draft.formats.content import DRAFT_TO_TARGET, IS_DRAFTED, TensorRules
-from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.model import DraftModel, is_copy
 from sglang_dspark.draft.reduced_vocabulary import FILE, load_token_ids, read_token_ids, save_token_ids
 from sglang_dspark.draft.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.errors import CheckpointError
@@ -91,7 +91,8 @@ def load_draft_model(
 
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
-            misshapen or not floating point; all offending tensors are named in the one message.
+            misshapen or not floating point; all offending tensors are named in the one message. Or a finite value
+            becomes infinite in this dtype.
     """
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(path), stack, reading or read(path))
@@ -103,7 +104,11 @@ def load_draft_model(
             for name, parameter in model.named_parameters():
                 stored = checkpoint.tensor(name)
                 parameter.copy_(stored)
-                _check_range(name, stored, parameter, str(path))
+                if not bool(parameter.isfinite().all()) and bool(stored.isfinite().all()):
+                    raise CheckpointError(
+                        f"{path}: {name} has values up to {float(stored.abs().max()):.3g}, which the target's dtype "
+                        f"{str(parameter.dtype).removeprefix('torch.')} does not reach; pass --dtype bfloat16"
+                    )
         ids = checkpoint.token_ids()
         if ids is not None and model.token_ids is not None:
             model.token_ids.copy_(ids)
@@ -139,19 +144,6 @@ def listed_tokens(stored: Mapping[str, Tensor], config: DraftConfig, origin: str
     return lists[0] if lists and config.draft_vocab_size is not None else None
 
 
-def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
-    """Refuse a drafter whose weights have no room in the target's dtype.
-
-    Raises:
-        CheckpointError: a finite value has become infinite.
-    """
-    if not bool(cast.isfinite().all()) and bool(stored.isfinite().all()):
-        raise CheckpointError(
-            f"{origin}: {name} has values up to {float(stored.abs().max()):.3g}, which the target's dtype "
-            f"{str(cast.dtype).removeprefix('torch.')} does not reach; pass --dtype bfloat16"
-        )
-
-
 def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
     """Make a frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
 
@@ -174,25 +166,22 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
     return model.freeze()
 
 
-def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
-    """Look at a checkpoint without reading its weights; raise for what :func:`load_draft_model` does not load."""
-    with ExitStack() as stack:
-        _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
+def check_draft_model(path: str | Path, reading: Reading | None = None) -> frozenset[str]:
+    """Look at a checkpoint without reading its weights; raise for what :func:`load_draft_model` does not load.
 
-
-def own_tensors(path: str | Path, reading: Reading) -> frozenset[str]:
-    """Return which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
-
-    Raises:
-        CheckpointError: as for :func:`load_draft_model`.
+    Returns:
+        Which of :data:`EMBEDDING` and :data:`LM_HEAD` it holds.
     """
     with ExitStack() as stack:
-        return _Checkpoint(Path(path), stack, reading).own
+        checkpoint = _Checkpoint(Path(path), stack, reading or read(path))
+        checkpoint.token_ids()
+        return checkpoint.own
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
     """Write a checkpoint in the canonical form into directory ``path`` (made if needed).
 
+    It has ``config.json``, ``model.safetensors`` and, for a reduced vocabulary, the file of its tokens.
     With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec
     expects; without, the checkpoint is small and needs the target's.
     """
@@ -201,21 +190,14 @@ def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bo
         tensors |= {EMBEDDING: model.embed_weight, LM_HEAD: model.lm_head_weight}
     # Cloned because frozen K/V weights, and tied target weights, share storage, which safetensors refuses.
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    write_canonical(path, model.config, tensors, model.token_ids)
-
-
-def write_canonical(
-    path: str | Path, config: DraftConfig, tensors: dict[str, Tensor], token_ids: Tensor | None
-) -> None:
-    """Write ``config.json``, ``model.safetensors`` and, for a reduced vocabulary, the file of its tokens."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     with atomic_write(path / SINGLE_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-    content = config.to_dict() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    content = model.config.to_dict() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     atomic_write_text(path / "config.json", json.dumps(content, indent=2) + "\n")
-    if token_ids is not None:
-        save_token_ids(path / FILE, token_ids.tolist())
+    if model.token_ids is not None:
+        save_token_ids(path / FILE, model.token_ids.tolist())
 
 
 class _Checkpoint:
@@ -291,11 +273,11 @@ def check_alike(serving: ResolvedDrafter, other: ResolvedDrafter) -> None:
     Raises:
         CheckpointError: names all that differs, with both values.
     """
-    different = [
-        f"{name}={theirs!r}, serving {ours!r}"
-        for name, ours, theirs in _values(serving.config, other.config)
-        if ours != theirs and not (name == "num_target_layers" and None in (ours, theirs))
-    ]
+    different = []
+    for name in [field.name for field in fields(DraftConfig) if field.name not in _OF_TRAINING]:
+        ours, theirs = getattr(serving.config, name), getattr(other.config, name)
+        if ours != theirs and not (name == "num_target_layers" and None in (ours, theirs)):
+            different.append(f"{name}={theirs!r}, serving {ours!r}")
     if serving.num_proposed != other.num_proposed:
         different.append(f"proposed tokens ({FILE})={other.num_proposed}, serving {serving.num_proposed}")
     if different:
@@ -303,11 +285,6 @@ def check_alike(serving: ResolvedDrafter, other: ResolvedDrafter) -> None:
             f"{other.path}: differs from the drafter that serves: {'; '.join(different)}. Only weights can be "
             "replaced: restart the server with this drafter, or train one of the same form"
         )
-
-
-def _values(serving: DraftConfig, other: DraftConfig) -> Iterable[tuple[str, object, object]]:
-    names = [field.name for field in fields(DraftConfig) if field.name not in _OF_TRAINING]
-    return [(name, getattr(serving, name), getattr(other, name)) for name in names]
 
 
 def fitted(
@@ -343,7 +320,7 @@ def fitted(
         if parameter is None and name not in of_target:
             problems.append(f"unexpected {stored} {list(tensor.shape)}")
         elif parameter is None:
-            if not _equal(tensor, of_target[name]):
+            if not is_copy(tensor, of_target[name]):
                 problems.append(f"{stored} is not the target's, which the drafter reads in its place")
         elif tensor.shape != parameter.shape:
             problems.append(f"misshapen {stored} {list(tensor.shape)}, expected {list(parameter.shape)}")
@@ -374,7 +351,3 @@ def whole(
             "checkpoint, or restart the server with this drafter"
         )
     return found
-
-
-def _equal(tensor: Tensor, of_target: Tensor) -> bool:
-    return torch.equal(tensor.to(of_target.device, of_target.dtype), of_target)

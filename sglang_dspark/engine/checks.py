@@ -16,7 +16,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.draft.config import check_dimensions, lacks_own
 from sglang_dspark.draft.families import is_left_to_sglang
 from sglang_dspark.draft.stored import quantised_layers
-from sglang_dspark.draft.weights import own_tensors
+from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.feature import Check, LaunchContext, Stage, all_features, flag_of
 from sglang_dspark.engine.flags import PREFILL_BACKENDS, broken_rules
 from sglang_dspark.engine.http import APP_OF_WORKERS
@@ -207,7 +207,8 @@ def own_layers(context: LaunchContext) -> str | None:
     drafter, target = context.server.drafter, context.target
     if drafter is None or target.quantization is None:
         return None
-    own: frozenset[str] = frozenset() if context.server.dummy_draft else own_tensors(drafter.path, drafter.reading)
+    is_dummy = context.server.dummy_draft
+    own: frozenset[str] = frozenset() if is_dummy else check_draft_model(drafter.path, drafter.reading)
     tied = bool(getattr(context.text_config, "tie_word_embeddings", False))
     for layer in quantised_layers(Path(context.args.model_path), tied=tied):
         if f"{layer}.weight" not in own:

@@ -66,7 +66,7 @@ def evaluate_steps(
         context: mean context tokens per request.
         uniform: whether all requests verify as many drafts, each of them its whole block.
     """
-    load = times.load(requests)
+    load = times.table.times(requests)
     all_ms = times.step_ms(requests, context)
     plain = Candidate(0, int(load.num_tokens[0]), float(all_ms[0, 0]), requests)
     ms = all_ms.take(survivals.depths, axis=0)  # [depths, n], as the next two
@@ -105,7 +105,7 @@ def worth_most_with(
         extra: rows of its verification that are none of the requests'.
         worth: tokens per millisecond of the best step without such rows.
     """
-    joined = times.load(requests + extra.requests)
+    joined = times.table.times(requests + extra.requests)
     first = int(joined.room_for(requests + extra.rows))
     joined_context = extra.joined_context(requests, context)
     verify_ms = times.step_ms(requests + extra.requests, joined_context)[0, first:]
@@ -291,7 +291,9 @@ class AutoPolicy(Policy):
             decision = StepDecision(
                 gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
             )
-            ms = self._one_drafted_ms(requests, context)
+            drafts_for = requests if self.fixed_draft_shape else 1
+            draft_ms = [self.times.single_ms(drafts_for, 0, depth, context) for depth in (0, gamma)]
+            ms = self.times.single_ms(requests, gamma, 0, context) + (draft_ms[1] - draft_ms[0])
         else:
             decision = _decision(best, requests)
             if _num_drafts(decision, requests) < requests * gamma:
@@ -300,12 +302,6 @@ class AutoPolicy(Policy):
             ms = self.times.single_ms(requests, _num_drafts(decision, requests), decision.draft_len, context)
         self._spend(ms / best.ms - 1)
         return decision
-
-    def _one_drafted_ms(self, requests: int, context: float) -> float:
-        """Return the milliseconds of a step that verifies one request in full."""
-        gamma, drafted = self.times.table.gamma, requests if self.fixed_draft_shape else 1
-        draft_ms = self.times.single_ms(drafted, 0, gamma, context) - self.times.single_ms(drafted, 0, 0, context)
-        return self.times.single_ms(requests, gamma, 0, context) + draft_ms
 
     def _explore(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
         """Take the alternative to the best step; without one, look for it again after as long as between probes."""

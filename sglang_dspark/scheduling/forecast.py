@@ -250,11 +250,6 @@ class Forecast:
         self.renew()
 
     @property
-    def coefficients(self) -> torch.Tensor:
-        """Return [2, max_verify], the first part of :attr:`packed_coefficients`."""
-        return split_coefficients(self.packed_coefficients)[0]
-
-    @property
     def weights(self) -> torch.Tensor:
         """Return [2, NUM_ROWS, max_verify], the other part of :attr:`packed_coefficients`."""
         return split_coefficients(self.packed_coefficients)[1]
@@ -266,9 +261,9 @@ class Forecast:
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
-            coefficients: the property's copy in a CUDA graph; None reads the property.
+            coefficients: [2, max_verify], the copy of :attr:`packed_coefficients` in a CUDA graph; None reads that one.
         """
-        chosen = self.coefficients if coefficients is None else coefficients
+        chosen = split_coefficients(self.packed_coefficients)[0] if coefficients is None else coefficients
         survivals = block_survival if self.in_one_launch else block_survival.reference
         return Confidence(logits, survivals(chosen[:, :depth], logits, bs))
 
@@ -336,7 +331,11 @@ class Forecast:
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-step.record.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
-            self._observe_survivals(self.lagged, predictions, renewed)
+            self.lagged.observe(predictions[1])
+            self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
+            if renewed:
+                # An overconfident drafter would be believed until its last early round has left the window.
+                self.lagged.revise(self._predict_again(*self._predictions))
         return renewed
 
     def _calibrate(
@@ -356,17 +355,6 @@ class Forecast:
             return False
         self._num_refits = calibration.num_refits
         return True
-
-    def _observe_survivals(self, lagged: LaggedSurvivals, predictions: NDArray[np.float64], renewed: bool) -> None:
-        """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
-
-        When confidences are ``renewed``, all of them are predicted again: an overconfident drafter would otherwise be
-        believed until its last early round has left the window.
-        """
-        lagged.observe(predictions[1])
-        self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
-        if renewed:
-            lagged.revise(self._predict_again(*self._predictions))
 
     def _predict_again(self, logits: NDArray[np.float64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [n, max_verify] survivals of earlier rounds as predicted now; NaN past the drafted depth."""

@@ -51,13 +51,13 @@ class PositionWindow:
     Positions fill at different speeds: a draft is only seen where all before it were accepted.
 
     Attributes:
-        values: one [gamma, capacity] float64 array per field, in no particular order along a row.
+        values: two [gamma, capacity] float64 arrays, one per field, in no particular order along a row.
         filled: [gamma] how many of the first entries of a row hold values; the others are 0.
         seen: [gamma] values ever appended.
     """
 
-    def __init__(self, gamma: int, capacity: int, num_fields: int) -> None:
-        self.values = [np.zeros((gamma, capacity)) for _ in range(num_fields)]
+    def __init__(self, gamma: int, capacity: int) -> None:
+        self.values = np.zeros((2, gamma, capacity))
         self.seen = np.zeros(gamma, dtype=np.int64)
         self._capacity = capacity
         self._row_starts = np.arange(gamma) * capacity
@@ -116,7 +116,7 @@ class OnlineCalibration:
         self._pending: list[tuple[Floats, Ints, Ints]] = []
         self._new_rounds = self._new_steps = 0
         self._refit_rounds = FIRST_REFIT_ROUNDS
-        self._pairs = PositionWindow(gamma, WINDOW_PAIRS, num_fields=2)
+        self._pairs = PositionWindow(gamma, WINDOW_PAIRS)
         # Of the last rounds: conditional acceptance as predicted, drafts verified and accepted.
         self._history: list[Any] = [np.zeros((0, gamma)), np.zeros(0, np.int64), np.zeros(0, np.int64)]
 
@@ -153,7 +153,11 @@ class OnlineCalibration:
         is_first = self.num_refits == 0
         if self._new_rounds >= self._refit_rounds and (is_first or self._new_steps >= REFIT_STEPS):
             self._absorb()
-            self._refit()
+            self._refit_rounds = min(self._refit_rounds * (1 if is_first else 2), REFIT_ROUNDS)
+            self._new_rounds = self._new_steps = 0
+            seen, kept = self._pairs.values
+            self._map = self._map.refined(self._start_scale, seen, kept, self._pairs.filled, NEWTON_STEPS)
+            self.num_refits += 1
 
     def report(self) -> dict[str, Any]:
         """Return the JSON form.
@@ -192,13 +196,6 @@ class OnlineCalibration:
         self._history = [np.concatenate(pair)[-REPORT_ROUNDS:] for pair in zip(self._history, added, strict=True)]
         tested = reached(verified, accepted, self._gamma)
         self._pairs.append(tested, logits, survived(accepted, self._gamma))
-
-    def _refit(self) -> None:
-        self._refit_rounds = min(self._refit_rounds * (2 if self.num_refits else 1), REFIT_ROUNDS)
-        self._new_rounds = self._new_steps = 0
-        logits, outcomes = self._pairs.values
-        self._map = self._map.refined(self._start_scale, logits, outcomes, self._pairs.filled, NEWTON_STEPS)
-        self.num_refits += 1
 
 
 def _ece_by_position(predicted: Floats, outcomes: Bools, mask: Bools) -> list[float | None]:

@@ -87,7 +87,8 @@ class SpsTable:
         """
         verify_ms, numbers = np.zeros_like(self.verify_ms), range(self.verify_ms.shape[1])
         for first in numbers:
-            medians = [_lower_median(self.verify_ms[:, first : last + 1]) for last in numbers[first:]]
+            parts = [self.verify_ms[:, first : last + 1] for last in numbers[first:]]
+            medians = [np.quantile(part, 0.5, axis=1, method="lower") for part in parts]
             # Of each number of drafts, over all that are no smaller.
             least = np.minimum.accumulate(medians[::-1], axis=0)[::-1]
             verify_ms[:, first:] = np.maximum(verify_ms[:, first:], np.moveaxis(least, 0, 1))
@@ -154,17 +155,15 @@ class SpsTable:
             )
         try:
             # Every key has to be there, whatever has a default.
-            return msgspec.convert({"tiers": None} | content, cls, dec_hook=_array)
+            return msgspec.convert(
+                {"tiers": None} | content, cls, dec_hook=lambda _, values: np.asarray(values, np.float64)
+            )
         except msgspec.ValidationError as error:
             raise ConfigError(f"SPS table {str(path)!r} is damaged: {error}; remove the file") from error
 
 
 # Its two formats have no version.
 _KEYS_OF_SGLANG = {"sample_batch_tokens", "bias_seconds"}
-
-
-def _array(kind: type, values: list[Any]) -> NDArray[np.float64]:
-    return np.asarray(values, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -233,10 +232,7 @@ class LoadTimes:
 
     def column(self, drafts: float) -> int:
         """Return the index of the token count that is nearest to so many drafts per request."""
-        after = int(np.searchsorted(self.drafts, drafts))
-        if after == 0 or after == len(self.drafts):
-            return min(after, len(self.drafts) - 1)
-        return after if self.drafts[after] - drafts < drafts - self.drafts[after - 1] else after - 1
+        return int(np.abs(self.drafts - drafts).argmin())
 
     def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> NDArray[np.float64]:
         """Return [gamma + 1, n] milliseconds at ``context`` tokens per request, or those of ``step``, an index."""
@@ -257,14 +253,9 @@ def along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float
     return np.where(share > 1, np.maximum(mixed, above), mixed)
 
 
-def _lower_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median along the second axis; of two, the lower one."""
-    return np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2]
-
-
 def geometric_grid(last: int) -> list[int]:
-    """Return 1, 2, 4 ... up to and including ``last``."""
-    return sorted({1, last, *(2**power for power in range((last - 1).bit_length()))})
+    """Return 1, 2, 4 ... up to and including ``last``; nothing for 0."""
+    return sorted({last, *(2**power for power in range((last - 1).bit_length()))}) if last else []
 
 
 # The median of three passes survives one outlier, that of five survives two.

@@ -65,12 +65,8 @@ class StepTimes:
         self._speed = 0.0
         self.measured_ms = self.predicted_ms = self._weight = 0.0
 
-    def load(self, requests: int) -> LoadTimes:
-        """Return the times of every step that ``requests`` requests can take, according to the table."""
-        return self.table.times(requests)
-
     def step_ms(self, requests: int, context: float) -> NDArray[np.float64]:
-        """Return [gamma + 1, n] milliseconds by depth and by the token counts of :meth:`load`.
+        """Return [gamma + 1, n] milliseconds by depth and by the token counts of :meth:`SpsTable.times`.
 
         Times of the machine that measured the table: its speed does not change which step is best.
         """
@@ -144,7 +140,7 @@ class StepTimes:
         if bucket not in self._filters:
             self._filters[bucket] = StepTimeFilter(self.table.gamma)
         step_filter = self._filters[bucket]
-        times = self.load(kind.requests)
+        times = self.table.times(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(self._table_ms(times, kind.context, (kind.depth, column)))
         expected = step_filter.observe(drafts, math.log(max(device_ms, 1e-3) / table_ms), self._num_steps)

@@ -219,25 +219,16 @@ def fit_sts(logits: Floats, accepted: Ints) -> Floats:
     if not np.isfinite(logits).all():
         raise ConfigError("logits hold NaN or infinite values; check the drafter with sglang-dspark doctor")
     outcomes = survived(accepted, logits.shape[1])
-    grid = _grid()
+    steps = np.arange(1, GRID_STEPS + 1) * (math.log(GRID_LIMIT) / GRID_STEPS)
+    # Temperatures by distance from 1, of equally distant ones the larger first.
+    grid = np.exp(np.concatenate([[0.0], np.stack([steps, -steps], axis=1).ravel()]))
     survival = np.ones(len(logits))
     temperatures = np.ones(logits.shape[1])
     for k in range(logits.shape[1]):
-        best = _best(survival, logits[:, k], outcomes[:, k], grid)
-        temperatures[k] = grid[best]
-        survival = survival * sigmoid(logits[:, k] / grid[best])
+        found = np.array([ece(survival * sigmoid(logits[:, k] / t), outcomes[:, k]) for t in grid])
+        temperatures[k] = grid[np.argmax(found <= found.min() + TIE)]
+        survival = survival * sigmoid(logits[:, k] / temperatures[k])
     return temperatures
-
-
-def _best(survival: Floats, logits: Floats, outcomes: Bools, grid: Floats) -> int:
-    errors = np.array([ece(survival * sigmoid(logits / temperature), outcomes) for temperature in grid])
-    return int(np.argmax(errors <= errors.min() + TIE))
-
-
-def _grid() -> Floats:
-    """Return temperatures by distance from 1, of equally distant ones the larger first."""
-    steps = np.arange(1, GRID_STEPS + 1) * (math.log(GRID_LIMIT) / GRID_STEPS)
-    return np.exp(np.concatenate([[0.0], np.stack([steps, -steps], axis=1).ravel()]))
 
 
 class StsCalibration(

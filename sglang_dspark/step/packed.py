@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import cycle
 from math import prod
 from typing import Any
@@ -88,7 +88,6 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(WORD)
 
 
-@dataclass
 class PackedCopies:
     """Copies of packed tensors from a device to memory of the host that stays where it is.
 
@@ -99,23 +98,13 @@ class PackedCopies:
         device: where they come from.
     """
 
-    words: int
-    device: torch.device
-    _turn: int = 0
-    _rings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            for _ in range(_DEPTH):
-                on_device = torch.empty(self.words, dtype=WORD, device=self.device)
-                self._rings.append((on_device, torch.empty(self.words, dtype=WORD, pin_memory=True)))
+    def __init__(self, words: int, device: torch.device) -> None:
+        empty, num = partial(torch.empty, words, dtype=WORD), _DEPTH if device.type == "cuda" else 0
+        self._turns = cycle([(empty(device=device), empty(pin_memory=True)) for _ in range(num)])
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
         """Pack ``tensors`` as :meth:`Packed.of` does; valid until two more were packed."""
-        if not self._rings:
-            return Packed.of(tensors)
-        self._turn = (self._turn + 1) % _DEPTH
-        on_device, pinned = self._rings[self._turn]
+        on_device, pinned = next(self._turns, (None, None))
         return replace(Packed.of(tensors, out=on_device), pinned=pinned)
 
 

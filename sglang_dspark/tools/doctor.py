@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -73,24 +73,19 @@ def check_plugin() -> Iterator[Finding]:
     yield Finding("ok", "entry point", f"SGLang finds the plugin: {found[0].name} = {found[0].value}")
     try:
         with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
-            registration = _register(found[0])
+            found[0].load()()  # directly first, because SGLang would only log what it raises
+            from sglang_dspark.engine import start
     except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
         said = f"SGLang cannot load the plugin: {one_line(error)}"
-        registration = Finding("fail", "registration", said, f"run: {support.INSTALL_SGLANG}")
-    yield registration
-
-
-def _register(entry_point: EntryPoint) -> Finding:
-    # Called directly first, because SGLang would only log what it raises.
-    entry_point.load()()
-    from sglang_dspark.engine import start
-
-    allowed = start.plugin_filter()
-    if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
-        remedy = f"add {entry_point.name} to SGLANG_PLUGINS, or unset it"
-        return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
+        yield Finding("fail", "registration", said, f"run: {support.INSTALL_SGLANG}")
+        return
+    allowed, name = start.plugin_filter(), found[0].name
+    if allowed is not None and name not in [each.strip() for each in allowed.split(",")]:
+        remedy = f"add {name} to SGLANG_PLUGINS, or unset it"
+        yield Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
+        return
     known = f"the plugin has loaded, and SGLang knows {support.COMMON_NAME} and its flags"
-    return Finding("ok", "registration", known)
+    yield Finding("ok", "registration", known)
 
 
 def check_hooks() -> Iterator[Finding]:
@@ -210,7 +205,10 @@ def _check_models(start: LaunchContext, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("note", "flags", said)
     yield Finding("ok", "target", f"{architectures} is served, and the drafter fits it: {sizes}")
     model = load_draft_model(draft_dir, dtype=start.target.dtype, device="cpu")
-    _check_finite(model)
+    if broken := [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]:
+        raise CheckpointError(
+            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
+        )
     tensors = f"the drafter's {sum(1 for _ in model.parameters())} tensors are complete and finite"
     yield Finding("ok", "tensors", f"{tensors}: {_describe_memory(model)}")
     drafter = start.server.drafter
@@ -257,13 +255,3 @@ def _describe_memory(model: DraftModel) -> str:
         f"{count:,} parameters ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
         f"draft K/V {per_token:,} bytes per token"
     )
-
-
-def _check_finite(model: DraftModel) -> None:
-    import torch
-
-    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(parameter).all())]
-    if broken:
-        raise CheckpointError(
-            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
-        )

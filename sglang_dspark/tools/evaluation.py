@@ -45,20 +45,18 @@ class TraceClient:
     """The request parameters of all prompts.
 
     Attributes:
-        url: base URL, without a trailing slash.
+        server: to ask.
         max_tokens: length limit of an answer.
         temperature: 0 = greedy.
         raw: send the text as it is (``/generate``) instead of through the chat template.
         chat_template_kwargs: further arguments of the chat template, such as ``{"enable_thinking": False}``.
-        api_key: the server's ``--api-key``, None where it has none.
     """
 
-    url: str
+    server: JsonClient
     max_tokens: int
     temperature: float
     raw: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    api_key: str | None = None
 
     def pair(self) -> tuple[str, str]:
         """Return ``(target, draft)``: the names of what is served, wherever it lies.
@@ -66,11 +64,11 @@ class TraceClient:
         Raises:
             ConfigError: the server does not answer, or the server does not decode with DSPARK.
         """
-        info = self._request("/server_info")
+        info = self.server.request("/server_info")
         if info.get("speculative_algorithm") not in ("DSPARK", "DSPARK_PLUGIN"):
             raise ConfigError(
-                f"--url {self.url}: the server runs with --speculative-algorithm {info.get('speculative_algorithm')}; "
-                "start it with --speculative-algorithm DSPARK"
+                f"--url {self.server.url}: the server runs with --speculative-algorithm "
+                f"{info.get('speculative_algorithm')}; start it with --speculative-algorithm DSPARK"
             )
         return checkpoint_name(info["model_path"]), checkpoint_name(info["speculative_draft_model_path"])
 
@@ -80,12 +78,13 @@ class TraceClient:
         Raises:
             ConfigError: the server does not answer, or its blocks are longer than the drafter's.
         """
-        served = self._request("/dspark/capabilities")
+        served = self.server.request("/dspark/capabilities")
         size, drafter = int(served["block_size"]), served["drafter"]
         if drafter is not None and size > drafter["block_size"]:
             raise ConfigError(
-                f"--url {self.url}: a block has {size} drafts, and those after the first {drafter['block_size']} are "
-                "copied, not the drafter's; start the server without --speculative-dspark-block-size"
+                f"--url {self.server.url}: a block has {size} drafts, and those after the first "
+                f"{drafter['block_size']} are copied, not the drafter's; start the server without "
+                "--speculative-dspark-block-size"
             )
         return size
 
@@ -113,7 +112,7 @@ class TraceClient:
         # An answer that ends with its first token has no rounds, and then no trace either.
         if not any(answer.trace for answer in done):
             raise ConfigError(
-                f"--url {self.url}: no answer has a dspark_trace; serve with the sglang-dspark plugin and give "
+                f"--url {self.server.url}: no answer has a dspark_trace; serve with the sglang-dspark plugin and give "
                 "--max-tokens above 1"
             )
         return done
@@ -123,7 +122,7 @@ class TraceClient:
         options = {"speculation": {"trace": True, "preset": "none"}}
         if self.raw:
             parameters = {"max_new_tokens": self.max_tokens, "temperature": self.temperature}
-            answer = self._request("/generate", {"text": prompt, "sampling_params": parameters, **options})
+            answer = self.server.request("/generate", {"text": prompt, "sampling_params": parameters, **options})
         else:
             body = {
                 "model": "default",
@@ -135,13 +134,10 @@ class TraceClient:
             }
             if self.chat_template_kwargs:
                 body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-            answer = self._request("/v1/chat/completions", body)["choices"][0]
+            answer = self.server.request("/v1/chat/completions", body)["choices"][0]
         meta = answer["meta_info"]
         stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
         return Answer(meta.get("dspark_trace") or [], meta.get("completion_tokens", 0), stopped)
-
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return JsonClient("--url", self.url, "a DSPARK", TIMEOUT_S, self.api_key).request(path, body)
 
 
 @dataclass(frozen=True)
@@ -273,17 +269,13 @@ class MeasuredSet:
                 )
         return held_out
 
-    @property
-    def predicted(self) -> Floats | None:
-        """Return [n, gamma] survival as the raw head predicts it; None without one."""
-        return None if self.logits is None else prefix_survival(sigmoid(self.logits))
-
     def confidence(self) -> list[dict[str, float | None]]:
         """Return the errors of the raw head's survival by position; empty without one."""
-        if self.predicted is None:
+        if self.logits is None:
             return []
+        survival = prefix_survival(sigmoid(self.logits))
         rows: list[dict[str, float | None]] = []
-        for k, (predicted, observed) in enumerate(zip(self.predicted.T, self.outcomes.T, strict=True)):
+        for k, (predicted, observed) in enumerate(zip(survival.T, self.outcomes.T, strict=True)):
             asked = self.proposed > k
             means = {"predicted_mean": predicted[asked].mean(), "observed_mean": observed[asked].mean()}
             found = asdict(errors(predicted[asked], observed[asked])) | {name: float(m) for name, m in means.items()}
@@ -327,17 +319,11 @@ def recorded_blocks(sets: Sequence[MeasuredSet], name: str) -> RecordedBlocks:
     Rounds that ended with a stop token are left out: what the block was worth is not known of them.
     """
     gamma = sets[0].gamma
-    whole = [one.proposed == gamma for one in sets]
-    has_head = all(one.logits is not None for one in sets)
+    whole = [(one, one.proposed == gamma) for one in sets]
     # The first answers of all sets, then the second ones ...: a short workload shall have something of each.
-    owners = np.concatenate(
-        [one.answer[kept] * len(sets) + index for index, (one, kept) in enumerate(zip(sets, whole, strict=True))]
-    )
+    owners = np.concatenate([one.answer[kept] * len(sets) + index for index, (one, kept) in enumerate(whole)])
     order = owners.argsort(kind="stable")
-    accepted = np.concatenate([one.accepted[kept] for one, kept in zip(sets, whole, strict=True)])[order]
-    logits = None
-    if has_head:
-        logits = np.concatenate(
-            [one.logits[kept] for one, kept in zip(sets, whole, strict=True) if one.logits is not None]
-        )[order]
+    accepted = np.concatenate([one.accepted[kept] for one, kept in whole])[order]
+    found = [one.logits[kept] for one, kept in whole if one.logits is not None]
+    logits = np.concatenate(found)[order] if len(found) == len(sets) else None
     return RecordedBlocks(gamma, accepted, logits, owners[order], name)

@@ -33,6 +33,18 @@ open_directly = urllib.request.build_opener(urllib.request.ProxyHandler({})).ope
 """``urlopen`` past any proxy: one set for the outside world must not see requests to 127.0.0.1."""
 
 
+def _answer(url: str, body: Any, timeout_s: float, api_key: str | None = None) -> bytes:
+    """Return the answer to ``GET``, or to ``POST`` with ``body`` as JSON unless that is None."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if api_key is not None:
+        # Not for whomever the server may redirect to.
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")
+    with open_directly(request, timeout=timeout_s) as response:
+        content: bytes = response.read()
+    return content
+
+
 @dataclass(frozen=True)
 class JsonClient:
     """A server that a command line option names.
@@ -58,14 +70,8 @@ class JsonClient:
             ConfigError: the server does not answer, or not with JSON.
             DSparkError: the server answered with an error.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        if self.api_key is not None:
-            # Not for whomever the server may redirect to.
-            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
         try:
-            with open_directly(request, timeout=self.timeout_s) as response:
-                answer: dict[str, Any] = json.load(response)
+            answer: dict[str, Any] = json.loads(_answer(self.url + path, body, self.timeout_s, self.api_key))
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:500]
             raise DSparkError(f"{self.url}{path}: HTTP {error.code}: {text}") from error
@@ -141,7 +147,7 @@ class LaunchedServer:
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
         """
-        self._port = _flag_value(flags, "--port") or str(free_port())
+        self._port = flags[flags.index("--port") + 1] if "--port" in flags else str(free_port())
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
         if "--port" not in flags:
             self._command += ["--port", self._port]
@@ -217,28 +223,21 @@ class LaunchedServer:
         """Let a suspended server go on; does nothing to one that runs."""
         self._signal(signal.SIGCONT)
 
-    def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
+    def get_json(self, path: str) -> Any:
         """Return the decoded JSON answer to ``GET path``; ``urllib.error.HTTPError`` has the body of a refusal."""
-        return json.loads(self._answer(urllib.request.Request(self.url + path), timeout_s))
+        return json.loads(_answer(self.url + path, None, 60.0))
 
     def post(self, path: str, body: Any, *, timeout_s: float = 600.0) -> bytes:
         """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes."""
-        headers = {"Content-Type": "application/json"}
-        return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
+        return _answer(self.url + path, body, timeout_s)
 
-    def post_json(self, path: str, body: Any, *, timeout_s: float = 600.0) -> Any:
+    def post_json(self, path: str, body: Any) -> Any:
         """Return the decoded JSON answer to ``POST path``, as :meth:`post`."""
-        return json.loads(self.post(path, body, timeout_s=timeout_s))
+        return json.loads(self.post(path, body))
 
     def flush_cache(self) -> None:
         """Empty the radix cache, when the server is idle: under overlap one more step runs after the last answer."""
         self.post("/flush_cache?timeout=30", {}, timeout_s=60.0)
-
-    @staticmethod
-    def _answer(request: urllib.request.Request, timeout_s: float) -> bytes:
-        with open_directly(request, timeout=timeout_s) as response:
-            content: bytes = response.read()
-        return content
 
     def log_tail(self) -> str:
         """Return the last lines that the server printed."""
@@ -314,10 +313,6 @@ def _group_runs(group: int) -> bool:
             if int(of_group) == group and state not in "ZX":
                 return True
     return False
-
-
-def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
-    return flags[flags.index(name) + 1] if name in flags else None
 
 
 _looks = itertools.count()

@@ -44,7 +44,9 @@ def read_rows(path: Path) -> list[Row]:
     place = f"--prompts {path}"
     try:
         if path.suffix.lower() == ".parquet":
-            return _numbered(_parquet(path), place)
+            from pyarrow import parquet
+
+            return _numbered(parquet.read_table(path).to_pylist(), place)
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{place}: cannot be read ({error}); give a JSONL, JSON or parquet file in UTF-8") from error
@@ -57,13 +59,6 @@ def read_rows(path: Path) -> list[Row]:
 
 def _numbered(rows: list[Any], place: str) -> list[Row]:
     return [(f"{place}, row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _parquet(path: Path) -> list[Any]:
-    from pyarrow import parquet
-
-    rows: list[Any] = parquet.read_table(path).to_pylist()
-    return rows
 
 
 def _json(text: str, place: str) -> list[Row]:
@@ -130,7 +125,10 @@ def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
     found: list[tuple[str, Turns]] = []
     silent: list[str] = []
     for where, row in rows:
-        if turns := _user_turns(row, where):
+        texts = _texts_of(row, _USERS)
+        if texts is None:
+            raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
+        if turns := tuple(text for text in texts if text.strip()):
             found.append((where, turns))
         else:
             silent.append(where)
@@ -167,14 +165,6 @@ def _whole(said: Sequence[tuple[str, Turns]], source: str) -> list[Turns]:
     return whole
 
 
-def _user_turns(row: Any, where: str) -> Turns:
-    """Return an empty tuple if no user says anything."""
-    texts = _texts_of(row, _USERS)
-    if texts is None:
-        raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
-    return tuple(text for text in texts if text.strip())
-
-
 def _texts_of(row: Any, speakers: Sequence[str]) -> list[str] | None:
     """Return the contents of the turns of these speakers; None if the row has none of the forms."""
     if not isinstance(row, dict):
@@ -186,7 +176,7 @@ def _texts_of(row: Any, speakers: Sequence[str]) -> list[str] | None:
 def _said_under(key: str, value: Any, speakers: Sequence[str]) -> list[str] | None:
     if not value:
         return []
-    if isinstance(value, list) and all(map(_is_message, value)):
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(_speaker(item), str) for item in value):
         said = [message for message in value if _speaker(message).lower() in speakers]
         contents = [one.get("value") if one.get("content") is None else one["content"] for one in said]
     elif speakers is not _USERS:
@@ -199,10 +189,6 @@ def _said_under(key: str, value: Any, speakers: Sequence[str]) -> list[str] | No
         return None
     texts = [_joined(content) for content in contents]
     return texts if all(isinstance(text, str) for text in texts) else None
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(_speaker(item), str)
 
 
 def _speaker(message: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sglang_dspark.files import atomic_write_text
 
 PACKAGES = ("sglang-dspark", "sglang", "torch", "transformers", "triton")
@@ -65,13 +67,12 @@ def gpu() -> str:
 
 def hardware() -> dict[str, Any]:
     """Return CPU, GPU and memory of this machine."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(memory / 2**30, 1)}
+    return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
 
 
-def command(argv: Sequence[str] = sys.argv) -> str:
+def command() -> str:
     """Return the command line as one would type it in the root of the repository."""
-    return shlex.join(["python", *(portable(word) for word in argv)])
+    return shlex.join(["python", *(portable(word) for word in sys.argv)])
 
 
 def record() -> dict[str, Any]:

@@ -179,7 +179,9 @@ def uses(form: Callable[[str], str | None]) -> Iterator[Use]:
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         aliases = _aliases(ours, module)
         tree = ours.module(module) or ast.Module([], [])
-        checked = {id(node) for guard in ast.walk(tree) if _is_for_types(guard) for node in ast.walk(guard)}
+        guards = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        of_types = [guard for guard in guards if ast.unparse(guard.test) == "TYPE_CHECKING"]
+        checked = {id(node) for guard in of_types for node in ast.walk(guard)}
         for node in ast.walk(tree):
             found = [*_names(node, aliases, form), *_hooks(node), *_subclass(ours, module, node)]
             if module == _PROTOCOLS:
@@ -192,10 +194,6 @@ def uses(form: Callable[[str], str | None]) -> Iterator[Use]:
 
 _Uses = Iterator[tuple[ast.AST, str, Kind, Call | Signature | None]]
 """Where, and what else :class:`Use` has."""
-
-
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _imported(node: ast.AST) -> dict[str, str]:

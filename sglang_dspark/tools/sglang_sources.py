@@ -47,7 +47,9 @@ class Sources:
             return self._fields(path.removesuffix(".__init__")) if path.endswith(".__init__") else None
         if isinstance(found.node, ast.Module | ast.ClassDef):
             return "module" if isinstance(found.node, ast.Module) else "class"
-        if not isinstance(found.node, _FUNCTIONS) or _is_property(found.node):
+        if not isinstance(found.node, _FUNCTIONS):
+            return "value"
+        if any(ast.unparse(each).endswith("property") for each in found.node.decorator_list):
             return "value"
         return f"{'async ' * isinstance(found.node, ast.AsyncFunctionDef)}{written(signature(found.node.args))}"
 
@@ -165,20 +167,15 @@ def _set_on_self(node: ast.ClassDef) -> frozenset[str]:
     return frozenset(each.attr for each in stored if ast.unparse(each.value) == "self")
 
 
-def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(each).endswith("property") for each in node.decorator_list)
-
-
 def signature(given: ast.arguments) -> Signature:
     """Return the names and kinds of parameters, and which have defaults."""
     positional = [*given.posonlyargs, *given.args]
     defaults = [Parameter.empty] * (len(positional) - len(given.defaults)) + [...] * len(given.defaults)
+    kinds = [Parameter.POSITIONAL_ONLY] * len(given.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(given.args)
     parameters = [
-        Parameter(each.arg, Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for each, default in zip(positional, defaults, strict=True)
+        Parameter(each.arg, kind, default=default)
+        for each, kind, default in zip(positional, kinds, defaults, strict=True)
     ]
-    for index in range(len(given.posonlyargs)):
-        parameters[index] = parameters[index].replace(kind=Parameter.POSITIONAL_ONLY)
     if given.vararg:
         parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
     for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):

@@ -260,10 +260,11 @@ class Drafter:
 
         Args:
             weights: of candidates, see :class:`Candidates`.
-            layout: ids and positions [bs, num_slots] of the blocks, where they are laid out already.
+            layout: ids and positions [bs, num_slots] of the blocks, the anchor and masks after it, where they are laid
+                out already.
         """
         bs, model, first = len(step), self.model, self.config.first_slot
-        ids, positions = layout or self._lay_out(step)
+        ids, positions = layout or prepare(step.requests, self.num_slots, self.mask_token_id).block(bs)
         requests = step.requests if self.window is None else self.window.of(step.requests)
         attend = block_attend(self.cache, requests, self.num_slots, self.config)
         hidden = model.forward_block(model.embed(ids), positions, attend)
@@ -290,10 +291,6 @@ class Drafter:
     def drafts_for(self, req: Any) -> bool:
         """Return whether anything is drafted for SGLang's request."""
         return True
-
-    def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
-        return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
     def hold_rows(self) -> None:
         """Hold rows of non-speculative steps from now on. Only drafts read the K/V, after :meth:`settle`."""
@@ -326,7 +323,7 @@ class Drafter:
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Write the K/V of anchors and accepted drafts of all requests, or hold the rows of a non-speculative step."""
-        self.cache.remember(plan.input_ids, plan.slots)
+        self.cache.tokens[plan.slots] = plan.input_ids
         if self._holds(plan):
             assert self._held is not None, "rows are held"
             hold_rows(self._target.features(plan.input_ids, captured), plan.positions, plan.slots, self._held)
@@ -336,7 +333,7 @@ class Drafter:
 
     def remember(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep tokens [n] of requests' texts with their slots [n]; those of pictures have ids of no vocabulary."""
-        self.cache.remember(torch.where(tokens < self.config.vocab_size, tokens, -1), slots)
+        self.cache.tokens[slots] = torch.where(tokens < self.config.vocab_size, tokens, -1)
 
     def inject(
         self,

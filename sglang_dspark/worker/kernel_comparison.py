@@ -6,6 +6,7 @@ long contexts, and requests get states of their own. What a function writes is p
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from dspark_kernels import (
     Dispatched,
     DraftBlock,
     DraftHeads,
-    LatentHead,
     PagedWindows,
     ReplayedRows,
     RoundKeys,
@@ -179,21 +179,15 @@ def _with_exact_bias(heads: DraftHeads) -> DraftHeads:
     if markov is None or markov.w1.dtype == torch.float32:
         return heads
     w2 = in_its_dtype(markov.w2).float()
-    if markov.head is None:
+    if (head := markov.head) is None:
         return replace(heads, markov=replace(markov, w1=markov.w1.float(), w2=w2))
-    return replace(heads, markov=replace(markov, w2=w2, head=_WideLatent(markov.head)))
 
+    def latent(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rounded, state = head.latent(*given)
+        return rounded.float(), state
 
-class _WideLatent:
-    """A head whose latent is handed on in float32."""
-
-    def __init__(self, head: LatentHead) -> None:
-        self._head, self.initial_state = head, head.initial_state
-
-    def latent(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`LatentHead.latent`."""
-        latent, state = self._head.latent(*given)
-        return latent.float(), state
+    wide: Any = SimpleNamespace(initial_state=head.initial_state, latent=latent)
+    return replace(heads, markov=replace(markov, w2=w2, head=wide))
 
 
 def in_long_contexts(windows: PagedWindows) -> PagedWindows:

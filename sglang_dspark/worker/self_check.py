@@ -191,7 +191,12 @@ def _difference(results: Results) -> str | None:
         if wrong.any() and results.requests and wrong.dim() and len(wrong) == results.requests:
             drawn_otherwise |= wrong.flatten(1).any(1).cpu() if wrong.dim() > 1 else wrong.cpu()
         elif wrong.any():
-            return _said(place, found, expected, wrong, excess)
+            worst = int(excess.flatten().argmax())
+            numbers = found.flatten()[worst].item(), expected.flatten()[worst].item()
+            return (
+                f"{int(wrong.sum())} of {wrong.numel()} numbers of result {place}, {_named(found)}, differ, "
+                f"the worst is {numbers[0]:.6g} and should be {numbers[1]:.6g}"
+            )
     number = int(drawn_otherwise.sum())
     if number > results.requests // _FEW:
         return f"{number} of {results.requests} requests have other tokens"
@@ -211,15 +216,6 @@ def _wrong(found: torch.Tensor, expected: torch.Tensor, eps: float) -> tuple[tor
     excess = (other - known).abs() - bound
     same = (other == known) | (other.isnan() & known.isnan())
     return ~same & ~(excess <= 0), torch.where(same, 0.0, excess).nan_to_num(torch.inf)
-
-
-def _said(place: int, found: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, excess: torch.Tensor) -> str:
-    worst = int(excess.flatten().argmax())
-    numbers = found.flatten()[worst].item(), expected.flatten()[worst].item()
-    return (
-        f"{int(wrong.sum())} of {wrong.numel()} numbers of result {place}, {_named(found)}, differ, "
-        f"the worst is {numbers[0]:.6g} and should be {numbers[1]:.6g}"
-    )
 
 
 def _named(tensor: torch.Tensor) -> str:

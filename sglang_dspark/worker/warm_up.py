@@ -38,6 +38,7 @@ from sglang_dspark.engine.measure_steps import DummyBatch, most_running
 from sglang_dspark.engine.part import LogitsPart
 from sglang_dspark.engine.target import kv_heads_of_layers
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sps_table import geometric_grid
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
@@ -95,12 +96,16 @@ def warm_up(
 
     with torch.no_grad(), nullcontext() if check is None else check.looking_on():
         req_to_token = runner.req_to_token_pool.req_to_token
-        _lay_out(executor.drafter, req_to_token, max_verify, sizes(most), on_device=False)
-        _lay_out(executor.drafter, req_to_token, max_verify, sizes(max(request_slots, default=0)), on_device=True)
-        of_whole_steps = sizes(min(most, _MAX_REQUESTS))
+        # Kernels round numbers of requests up to powers of two.
+        captured = geometric_grid(max(request_slots, default=0))
+        _lay_out(executor.drafter, req_to_token, max_verify, geometric_grid(most), on_device=False)
+        _lay_out(executor.drafter, req_to_token, max_verify, captured, on_device=True)
+        of_whole_steps = geometric_grid(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
-            if check is not None:
-                _fill_contexts(executor, target_worker, max_verify, requests)
+            # Dummy requests get K/V from position 1 on: of zeros, every kind of attention would give zeros.
+            for length in () if check is None else range(1, context, window):
+                with DummyBatch(target_worker, requests, length, window) as batch:
+                    _WarmUpSteps(executor, batch, max_verify).fill_context()
             with dummy(requests) as batch:
                 _WarmUpSteps(executor, batch, max_verify).run()
         processors, kv_heads = num_processors(req_to_token.device), kv_heads_of_layers(runner.model)
@@ -120,13 +125,6 @@ def _context(runner: Any, max_verify: int) -> int:
     """Return the committed tokens of a dummy request."""
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - max_verify - 1
     return max(1, min(_CONTEXT, room))
-
-
-def _fill_contexts(executor: EagerExecutor, target_worker: Any, max_verify: int, requests: int) -> None:
-    """Write K/V of dummy requests from position 1 on: of zeros, every kind of attention would give zeros."""
-    for length in range(1, _context(target_worker.model_runner, max_verify), max_verify + 1):
-        with DummyBatch(target_worker, requests, length, max_verify + 1) as batch:
-            _WarmUpSteps(executor, batch, max_verify).fill_context()
 
 
 @contextmanager
@@ -241,11 +239,6 @@ def _own_kernels() -> set[str]:
     return {value.__name__ for value in values if isinstance(value, KernelInterface)}
 
 
-def sizes(most: int) -> list[int]:
-    """Return the numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
-    return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
-
-
 def of_every_attention(most: int, kv_heads: int, processors: int) -> list[int]:
     """Return numbers of requests up to ``most`` whose attention takes every kernel that those of others take.
 
@@ -282,7 +275,7 @@ def _lay_out(
         rows = ids % len(req_to_token)
         given = StepRequests(ids, ids % 2, rows, req_to_token, ids[-1:] + 1 if on_device else None)
         plan_uniform(0, ids[:, None][:, :0], given, num)
-        for depth in sizes(most):
+        for depth in geometric_grid(most):
             drafts = ids[:, None] + torch.arange(depth, device=device)
             survival = (1 / (2 + drafts)).cumprod(1)
             plan_uniform(depth, drafts, given, num * (depth + 1))

@@ -243,11 +243,6 @@ def test_teacher_forcing_equals_walking_the_block(config, head):
     torch.testing.assert_close(block_bias(model, prev_tokens, hidden), torch.stack(biases, dim=1))
 
 
-def test_the_rnn_state_is_required(config):
-    with pytest.raises(ValueError, match="initial_state"):
-        markov_step(build(config, "rnn").markov_head, torch.tensor([1]), torch.randn(1, 24), None)
-
-
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_block_bias_trains_every_parameter(config, head):
     model = build(config, head)
@@ -266,5 +261,3 @@ def test_confidence_is_float32_arithmetic_on_half_precision_inputs(config):
     with torch.autocast("cpu", dtype=torch.bfloat16):  # in training
         assert torch.equal(head(hidden, embedding), logits)
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="reads Markov embeddings"):
-        head(hidden, None)

@@ -33,7 +33,7 @@ def test_the_best_step_is_the_best_of_all(requests, tiers):
         depths = ALL_DEPTHS if seed % 2 else (GAMMA,)
         times, survivals = knowledge(rng, random_table(rng, tiers=tiers, contexts=(64,)), depths)
         context = float(rng.uniform(10, 2000))
-        counts = times.load(requests).num_tokens
+        counts = times.table.times(requests).num_tokens
         assert set(counts.tolist()) <= set(tiers or range(requests, requests * (GAMMA + 1) + 1))
         rates = {(d, n): rate(times, survivals, requests, n, d, context) for d in depths for n in counts.tolist()}
         steps = evaluate_steps(times, survivals, requests, context)
@@ -85,7 +85,7 @@ def test_no_step_drafts_and_verifies_nothing(requests):
     survivals.observe(np.full((300, GAMMA), 1e-4))
     times = StepTimes(compute_bound())
     steps = evaluate_steps(times, survivals, requests, 300.0)
-    assert times.load(requests).num_tokens[0] == requests < steps.best.num_tokens
+    assert times.table.times(requests).num_tokens[0] == requests < steps.best.num_tokens
     assert steps.best.tokens_per_ms < steps.plain.tokens_per_ms
 
 

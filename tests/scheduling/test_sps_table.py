@@ -212,6 +212,7 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("last", "grid"),
     [
+        (0, []),
         (1, [1]),
         (2, [1, 2]),
         (3, [1, 2, 3]),

@@ -23,8 +23,8 @@ def table_ms(times, step):
 
 def correction(times, drafts, requests=R):
     """Factor on the table of a step with so many drafts per request."""
-    column = times.load(requests).column(drafts)
-    return times.step_ms(requests, CONTEXT)[1, column] / times.load(requests).at(CONTEXT)[1, column]
+    column = times.table.times(requests).column(drafts)
+    return times.step_ms(requests, CONTEXT)[1, column] / times.table.times(requests).at(CONTEXT)[1, column]
 
 
 def learn(times, factors, steps, noise=0.0, seed=0, period=1):
@@ -39,7 +39,7 @@ def learn(times, factors, steps, noise=0.0, seed=0, period=1):
 
 def test_without_observations_times_are_the_tables():
     times = StepTimes(compute_bound())
-    assert (times.step_ms(R, CONTEXT) == times.load(R).at(CONTEXT)).all()
+    assert (times.step_ms(R, CONTEXT) == times.table.times(R).at(CONTEXT)).all()
     nothing = {"measured_ms": None, "predicted_ms": None, "common_factor": 1.0, "host_ms": {}, "correction": {}}
     assert times.report() == nothing
 

@@ -1,5 +1,6 @@
 """Tests of tensors that are packed for their way to the host, and of the times of a device."""
 
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ def test_views_are_packed(view):
 def ring():
     """Both memories are used again, the host's and the device's, as on a GPU."""
     copies = PackedCopies(64, CPU)
-    copies._rings = [torch.zeros((2, 64), dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    copies._turns = cycle([torch.zeros((2, 64), dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)])
     return copies
 
 

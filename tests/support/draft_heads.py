@@ -10,16 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from canonical_drafter import config_json
-from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
+from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary
 
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.heads import (
-    ConfidenceHead,
-    MarkovHead,
-    SelectorMarkovHead,
-    VanillaMarkovHead,
-    build_markov_head,
-)
+from sglang_dspark.draft.heads import ConfidenceHead, MarkovHead, build_markov_head
+from sglang_dspark.draft.reduced_vocabulary import markov_weights
 from sglang_dspark.scheduling.sts import Floats, Ints, ece, prefix_survival, sigmoid, survived
 
 
@@ -54,12 +49,7 @@ def as_weights(
     shortlist: int | None = None,
 ) -> DraftHeads:
     """The tensors of modules, W2 over the tokens of ``vocabulary``."""
-    weights = None
-    if markov is not None:
-        w2 = markov.markov_w2.weight if vocabulary is None else markov.markov_w2.weight[vocabulary.token_ids]
-        head = None if isinstance(markov, (VanillaMarkovHead, SelectorMarkovHead)) else markov
-        projection = markov.hidden_projection.weight if isinstance(markov, SelectorMarkovHead) else None
-        weights = MarkovWeights(markov.markov_w1.weight, w2, head, projection)
+    weights = markov_weights(markov, lambda rows: rows if vocabulary is None else rows[vocabulary.token_ids])
     proj = None if confidence is None else confidence.proj
     confidence = None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias)
     return DraftHeads(weights, confidence, vocabulary, shortlist)

@@ -14,7 +14,6 @@ from quantised_drafter import gguf_drafter, quantised_drafter
 from safetensors.torch import load_file, save_file
 from stage_loop import DATA, DRAFT, StageLoop, golden_network
 
-from sglang_dspark.draft.frozen_layers import in_eight_bits
 from sglang_dspark.draft.reduced_vocabulary import FILE as LIST
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, save_token_ids
 from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
@@ -298,23 +297,6 @@ def test_ten_updates_take_no_memory(trained):
         by_folder(drafter, trained)
         by_names(drafter, DRAFT)
     assert addresses(drafter) == before and tensors() == number
-
-
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_what_was_copied_of_a_reduced_vocabulary_follows(trained, eight_bits):
-    model, other = (load_draft_model(folder, dtype=torch.float32, device="cpu") for folder in (DRAFT, trained))
-    if eight_bits:
-        model.store_in_eight_bits()
-        other.store_in_eight_bits()
-    ids = [3, 5, 8]
-    heads, expected = ProposalHeads(model, ids), ProposalHeads(other, ids)
-    head, rows = torch.randn(model.config.vocab_size, model.config.hidden_size), heads.lm_head.weight
-    for own, new in zip(model.parameters(), other.parameters(), strict=True):
-        own.copy_(new)
-    model.lm_head.weight.copy_(head)
-    heads.follow()
-    assert heads.lm_head.weight is rows and rows.equal(in_eight_bits(head[ids]) if eight_bits else head[ids])
-    assert heads.weights.markov.w2.equal(expected.weights.markov.w2)
 
 
 def test_a_drafter_in_eight_bits_keeps_its_weights(trained):

@@ -39,7 +39,6 @@ from sglang_dspark.worker.warm_up import (
     of_every_attention,
     on_stream_of_steps,
     report_late_kernels,
-    sizes,
     widths,
 )
 
@@ -278,14 +277,6 @@ def test_kernels_of_ours_are_reported(caplog, monkeypatch):
         hook(None, None, "somebody_elses_kernel", {}, "0123456789abcdef")
     [record] = caplog.records
     assert "_plan_kernel" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(0, []), (1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (64, [1, 2, 4, 8, 16, 32, 64])]
-)
-def test_sizes_reach_every_power_of_two(most, expected):
-    """That of the largest batch included, which kernels round up."""
-    assert sizes(most) == expected
 
 
 @pytest.mark.parametrize(("most", "expected"), [(0, []), (1, [1]), (4, [1, 3, 4]), (7, [1, 3, 7]), (8, [1, 3, 7, 8])])

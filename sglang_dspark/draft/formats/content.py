@@ -293,7 +293,8 @@ def recognise_format(config: Mapping[str, Any], tensors: Collection[str], origin
         return "llama.cpp"
     if names & _DEEPSPEC:
         return "DeepSpec"
-    if dflash.get("projector_type") == "dspark" and _is_modelopt(dflash, tensors):
+    is_modelopt = "markov_w1.weight" in tensors or bool(dflash.keys() & {"use_confidence_head", "shift_label"})
+    if dflash.get("projector_type") == "dspark" and is_modelopt:
         return "ModelOpt"
     if dflash.get("projector_type") == "dspark" or "Lfm2DSparkDraftModel" in names:
         return "SpecForge"
@@ -320,10 +321,6 @@ def _remote_classes(config: Mapping[str, Any]) -> set[str]:
     items = listed.items() if isinstance(listed, Mapping) else ()
     names = {str(name).rpartition(".")[2] for key, name in items if str(key).startswith("AutoModel")}
     return {name for name in names if _OF_DRAFTERS.search(name)}
-
-
-def _is_modelopt(dflash: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    return "markov_w1.weight" in tensors or bool(dflash.keys() & {"use_confidence_head", "shift_label"})
 
 
 def _refuse_other_classes(config: Mapping[str, Any], origin: str) -> None:

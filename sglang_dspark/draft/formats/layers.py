@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_dspark.declared import REMEDY
 from sglang_dspark.draft import quantised
-from sglang_dspark.draft.config import ARCHITECTURES, FULL, SLIDING
+from sglang_dspark.draft.config import FULL, SLIDING
 from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.rope import ALL_KEYS, RopeScaling, keys_of
 from sglang_dspark.errors import CheckpointError
@@ -215,11 +215,6 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 _SHARED = "attention_k_eq_v"
 _OF_FULL_ATTENTION = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-
-
-def describes(content: Content) -> bool:
-    """Return whether a file of DeepSpec is about such layers."""
-    return ARCHITECTURES["gemma4"] in (content.find("architectures") or ())
 
 
 def gemma4_shape(content: Content) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_dspark.declared import check
-from sglang_dspark.draft.config import SLIDING, DraftConfig
+from sglang_dspark.draft.config import ARCHITECTURES, SLIDING, DraftConfig
 from sglang_dspark.draft.formats import layers
 from sglang_dspark.draft.formats.content import (
     DRAFT_TO_TARGET,
@@ -193,7 +193,7 @@ _DEEPSPEC_SILENT = (
 def read_deepspec(content: Content) -> Reading:
     """Read a file that has to say everything; tensors decide nothing about the heads."""
     rules = TensorRules()
-    if layers.describes(content):
+    if ARCHITECTURES["gemma4"] in (content.find("architectures") or ()):
         layers.gemma4_shape(content)
     else:
         layers.qwen3_shape(content)
@@ -275,7 +275,11 @@ def read_dflash(name: FormatName, content: Content) -> Reading:
     heads(content, tensors, variant.defaults)
     reduced_vocabulary(content)
     content.values["num_target_layers"] = _depth(content.values)
-    content.values["sample_from_anchor"] = _dflash_samples_from_anchor(content, variant)
+    keys = (*_anywhere("sample_from_anchor"), "dflash_config.shift_label", "shift_label")
+    content.names["sample_from_anchor"] = next((key for key in keys if key in content), keys[0])
+    content.values["sample_from_anchor"] = content.find(*keys, default=variant.sample_from_anchor)
+    if content.values["sample_from_anchor"] is None:
+        raise layout_question(content)
     _check_attention_mode(content)
     layers.attention(content)
     layers.causal_layers(content)
@@ -294,15 +298,6 @@ def _depth(values: Mapping[str, Any]) -> Any:
     return depth
 
 
-def _dflash_samples_from_anchor(content: Content, variant: Variant) -> Any:
-    keys = (*_anywhere("sample_from_anchor"), "dflash_config.shift_label", "shift_label")
-    content.names["sample_from_anchor"] = next((key for key in keys if key in content), keys[0])
-    given = content.find(*keys, default=variant.sample_from_anchor)
-    if given is None:
-        raise layout_question(content)
-    return given
-
-
 def _check_attention_mode(content: Content) -> None:
     for key in ("dflash_config.attention_mode", "dflash_config.attention_modes"):
         modes = content.find(key)
@@ -318,12 +313,7 @@ _SPECULATORS_TABLE: Table = {field: (field,) for field in ("block_size", "mask_t
 }
 _SPECULATORS_OPTIONAL: Table = {
     field: (field,)
-    for field in (
-        "markov_head_type",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-        "draft_vocab_size",
-    )
+    for field in "markov_head_type enable_confidence_head confidence_head_with_markov draft_vocab_size".split()
 } | {"markov_rank": ("markov_rank", "selector_rank")}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dspark": {
@@ -372,7 +362,10 @@ def read_speculators(content: Content) -> Reading:
         values |= _EXTRAS_OF_DFLASH2
     layers.extras(content, tensors)
     values["rope_theta"] = _ROPE_THETA
-    span_head = layers.rope(content, _rope_kind(content))
+    parameters = content.find(f"{_LAYERS}rope_parameters", default={})
+    # All layers use the set of the target's sliding attention, if there is one.
+    kind_of_set = SLIDING if isinstance(parameters, Mapping) and SLIDING in parameters else None
+    span_head = layers.rope(content, kind_of_set)
     return finish("speculators", content, rules, span_head=span_head, first_layer=1)
 
 
@@ -409,9 +402,3 @@ def _speculators_sample_from_anchor(content: Content, kind: str) -> Any:
     if drafts == block_size and kind == "dspark":
         return True
     raise layout_question(content)
-
-
-def _rope_kind(content: Content) -> str | None:
-    """Return the kind of attention whose set all layers use: the target's for sliding attention if there is one."""
-    parameters = content.find(f"{_LAYERS}rope_parameters", default={})
-    return SLIDING if isinstance(parameters, Mapping) and SLIDING in parameters else None

@@ -167,25 +167,20 @@ def _on_server(console: Console, sets: dict[str, list[str]], options: Mapping[st
 
 
 def _tables(measured: Sequence[MeasuredSet]) -> list[Table]:
+    """Return a row per set, and one per set and draft, with errors of the raw head's survival if there is a head."""
     columns = ("set", "answers", "rounds", "accept length", "+-", "per verified token")
     main = new_table(*columns, title=_TITLE, left=["set"])
+    heads = ("ECE", "noise", "AUC", "Brier") if any(one.logits is not None for one in measured) else ()
+    table = new_table("set", "draft", *_BY_POSITION, *heads, left=["set"])
     for one in measured:
         counts = (str(one.num_answers), str(len(one.accepted)))
         figures = (f"{one.accept_length:.3f}", f"{one.standard_error:.3f}", f"{one.verify_rate:.1%}")
         main.add_row(one.name, *counts, *figures)
-    return [main, _position_table(measured)]
-
-
-def _position_table(measured: Sequence[MeasuredSet]) -> Table:
-    """Return a row per set and draft; errors of the raw head's survival are left out without a head."""
-    heads = ("ECE", "noise", "AUC", "Brier") if any(one.logits is not None for one in measured) else ()
-    table = new_table("set", "draft", *_BY_POSITION, *heads, left=["set"])
-    for one in measured:
         errors = [_head_errors(row) for row in one.confidence()] or [()] * one.gamma
         for draft, (*rates, cells) in enumerate(zip(one.survival, one.conditional, errors, strict=True), start=1):
             table.add_row(one.name, str(draft), *(f"{rate:.3f}" for rate in rates), *cells)
         table.add_section()
-    return table
+    return [main, table]
 
 
 def _head_errors(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -228,7 +223,7 @@ def calibrate(prompts: Path, held_out: float, output: Path, **options: Any) -> N
     rounds = MeasuredSet.from_answers(prompts.name, answers, gamma)
     if rounds.logits is None:
         raise ConfigError(
-            f"--url {client.url}: the drafter has no confidence head, so there is nothing to calibrate; serve a "
+            f"--url {client.server.url}: the drafter has no confidence head, so there is nothing to calibrate; serve a "
             "drafter with one (sglang-dspark doctor says what a drafter has)"
         )
     test = rounds.held_out(held_out)

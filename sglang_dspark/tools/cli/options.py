@@ -82,10 +82,12 @@ def refuse_without_template(options: Mapping[str, Any]) -> None:
 
 def trace_client(options: Mapping[str, Any]) -> TraceClient:
     """Return the client that asks the server of ``--url`` as the options say."""
-    from sglang_dspark.tools.evaluation import TraceClient
+    from sglang_dspark.tools.evaluation import TIMEOUT_S, TraceClient
+    from sglang_dspark.tools.launch import JsonClient
 
-    names = ("max_tokens", "temperature", "raw", "chat_template_kwargs", "api_key")
-    return TraceClient((options["url"] or DEFAULT_URL).rstrip("/"), **{name: options[name] for name in names})
+    names, url = ("max_tokens", "temperature", "raw", "chat_template_kwargs"), options["url"] or DEFAULT_URL
+    server = JsonClient("--url", url.rstrip("/"), "a DSPARK", TIMEOUT_S, options["api_key"])
+    return TraceClient(server, **{name: options[name] for name in names})
 
 
 class Checkpoint(click.ParamType):  # type: ignore[type-arg]  # generic in some releases of click, not in others

@@ -13,8 +13,6 @@ import click
 from sglang_dspark.tools.cli.options import Checkpoint, OutputFile
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sglang_dspark.tools.doctor import Finding
 
 
@@ -63,6 +61,7 @@ def doctor(
         raise click.UsageError(f"--report {report} is written by a trial: give --try, too")
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -73,28 +72,30 @@ def doctor(
     with console.status("importing SGLang and running the checks"):
         for finding in _diagnose(target, draft, flags, hooks=hooks, sglang=sglang):
             findings.append(finding)
-            table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
+            remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
+            table.add_row(_MARKS[finding.status], finding.subject, escape(finding.found) + remedy)
     console.print(table)
     if num_failed := sum(finding.status == "fail" for finding in findings):
         console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
         raise SystemExit(1)
     if tries:
-        _try(console, None if target is None or draft is None else (target, draft), flags, report or Path(_REPORT))
+        from sglang_dspark.tools.trial import try_here
+
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        pair = None if target is None or draft is None else (target, draft)
+        if not try_here(console, pair, flags, report_path=report or Path(_REPORT), log_dir=_CACHE):
+            console.print("\n[bold red]Texts are different.[/] Please report it, with this file.")
+            raise SystemExit(1)
+        console.print("\n[green]No text is different.[/]")
     elif target is None or draft is None:
         console.print("\n[green]Ready.[/] With --target and --draft, doctor checks a pair, too.")
     else:
+        from sglang_dspark.on_cpu import VARIABLE
+
+        words = _flags(target, draft, flags)
+        variable = f"{VARIABLE}=1 " if "--device" in words else ""
         console.print("\n[green]Ready.[/] This command starts the server:")
-        console.print(_command(_flags(target, draft, flags)), soft_wrap=True)
-
-
-def _try(console: Console, pair: tuple[Path, Path] | None, flags: tuple[str, ...], report: Path) -> None:
-    from sglang_dspark.tools.trial import try_here
-
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    if not try_here(console, pair, flags, report_path=report, log_dir=_CACHE):
-        console.print("\n[bold red]Texts are different.[/] Please report it, with this file.")
-        raise SystemExit(1)
-    console.print("\n[green]No text is different.[/]")
+        console.print(f"{variable}python -m sglang.launch_server {' '.join(words)}", soft_wrap=True)
 
 
 def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
@@ -105,14 +106,6 @@ def _flags(target: Path, draft: Path, others: tuple[str, ...]) -> list[str]:
 
     device = () if torch.cuda.is_available() else ("--device", "cpu")
     return ["--model-path", str(target), *dspark_flags(draft), *device, *others]
-
-
-def _command(flags: list[str]) -> str:
-    """Return the command of a server with these flags."""
-    from sglang_dspark.on_cpu import VARIABLE
-
-    variable = f"{VARIABLE}=1 " if "--device" in flags else ""
-    return f"{variable}python -m sglang.launch_server {' '.join(flags)}"
 
 
 def _diagnose(
@@ -136,13 +129,6 @@ def _diagnose(
         from sglang_dspark.tools.doctor import check_pair
 
         yield from check_pair(target, draft, _flags(target, draft, flags))
-
-
-def _text(finding: Finding) -> str:
-    from rich.markup import escape
-
-    remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
-    return escape(finding.found) + remedy
 
 
 _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"

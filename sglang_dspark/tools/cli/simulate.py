@@ -96,18 +96,13 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
 
     console = Console(highlight=False)
     if options["table"] is None:
-        _refuse_all_but(ctx, "users", "html")
+        for param in ctx.command.params:  # others would have no effect
+            given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+            if given and param.name not in ("users", "html"):
+                raise click.UsageError(f"{param.opts[0]} needs --table; give both, or drop {param.opts[0]}")
         _model(console, options)
     else:
         _simulate(console, options)
-
-
-def _refuse_all_but(ctx: click.Context, *taken: str) -> None:
-    """Refuse options that would have no effect without a table."""
-    for param in ctx.command.params:
-        given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-        if given and param.name not in taken:
-            raise click.UsageError(f"{param.opts[0]} needs --table; give both, or drop {param.opts[0]}")
 
 
 def _model(console: Console, options: dict[str, Any]) -> None:
@@ -138,7 +133,7 @@ def _model(console: Console, options: dict[str, Any]) -> None:
 def _simulate(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.server import Costs, Prefill
-    from sglang_dspark.tools.simulator.sweep import Conditions, sweep
+    from sglang_dspark.tools.simulator.sweep import Conditions, crossovers, sweep
     from sglang_dspark.tools.simulator.workload import Lengths
 
     table = SpsTable.load(options["table"])
@@ -161,7 +156,12 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     with progress_bars(console, {"points": len(policies) * len(users)}) as (advance,):
         points = sweep(conditions, policies, users, advance)
     _print_points(console, points)
-    console.print(_verdict(points), soft_wrap=True)
+    [_, *found] = crossovers(points).items()
+    for policy, crossover in found:
+        says = f"is not slower than off with {points[-1].users} users, the most that were simulated."
+        if crossover:
+            says = f"is slower than off from {math.ceil(crossover)} users on."
+        console.print(f"{policy} {says}", soft_wrap=True)
     if options["csv_file"]:
         rows = [{"policy": point.policy, "users": point.users, **asdict(point.figures)} for point in points]
         write_csv(options["csv_file"], rows)
@@ -223,7 +223,8 @@ def _print_points(console: Console, points: Sequence[Point]) -> None:
         f = point.figures
         if point.users == points[0].users:
             table.add_section()
-        shown = map(_short, (f.output_tok_s, f.user_tok_s, f.ttft_ms, f.tpot_ms, f.gap_max_ms))
+        figures = (f.output_tok_s, f.user_tok_s, f.ttft_ms, f.tpot_ms, f.gap_max_ms)
+        shown = (f"{figure:.0f}" if figure >= 100 else f"{figure:.1f}" for figure in figures)
         drafts = (f"{f.accept_length:.2f}", f"{f.verify_len:.2f}", f"{f.wasted:.0%}", f"{f.parked:.0%}")
         table.add_row(point.policy, str(point.users), *shown, *drafts)
     console.print(table)
@@ -231,20 +232,4 @@ def _print_points(console: Console, points: Sequence[Point]) -> None:
         "tok/s: of all users. one user: tokens per second of each. max gap: longest wait for a token, in ms. accept "
         "len.: tokens per request and step. verify: drafts verified per request and step; wasted: share of these that "
         "was rejected. parked: share of the steps without drafts."
-    )
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _verdict(points: Sequence[Point]) -> str:
-    from sglang_dspark.tools.simulator.sweep import crossovers
-
-    [_, *found] = crossovers(points).items()
-    return "\n".join(
-        f"{policy} is slower than off from {math.ceil(users)} users on."
-        if users
-        else f"{policy} is not slower than off with {points[-1].users} users, the most that were simulated."
-        for policy, users in found
     )

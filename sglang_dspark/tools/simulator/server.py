@@ -17,7 +17,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.online_calibration import OnlineCalibration
 from sglang_dspark.scheduling.policies import ExtraRows
 from sglang_dspark.scheduling.schedule import Schedule, has_usable_time
-from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.decision import PLAIN, StepDecision, StepRecord
 from sglang_dspark.step.state import DraftOutput
@@ -89,25 +89,18 @@ class Costs:
             extra: further rows of the forward; None if there are none.
         """
         extra = extra or ExtraRows(0, 0, 0.0)
-        verified, joined_context = (
-            self.table.times(requests + extra.requests),
-            extra.joined_context(requests, context),
-        )
+        verified = self.table.times(requests + extra.requests)
+        joined_context = extra.joined_context(requests, context)
         ms = float(verified.at(joined_context, (0, verified.room_for(num_tokens + extra.rows))))
-        if not self.table.tiers:
-            ms += _padding_ms(self.table.times(requests), num_tokens, requests * (1 + longest), context)
+        times = self.table.times(requests)
+        if not self.table.tiers and len(times.contexts) > 1:
+            # The part of a step that grows with the context, which is attention, grows with padded rows.
+            rows = requests * (1 + longest), num_tokens
+            padded, real = (times.slope_ms[1, 0, times.room_for(number)] for number in rows)
+            ms += float(max(0.0, padded - real)) * context
         drafted = requests if decision.draft_requests is None else len(decision.draft_requests)
         drafting = self.table.times(drafted).at(context)[:, 0]
         return ms + float(drafting[decision.draft_len] - drafting[0])
-
-
-def _padding_ms(times: LoadTimes, num_tokens: int, padded_tokens: int, context: float) -> float:
-    """Return the attention of padding: the part of a step that grows with the context grows with padded rows."""
-    if len(times.contexts) < 2:
-        return 0.0
-    per_context_token = times.slope_ms[1, 0]
-    padded, real = (per_context_token[times.room_for(tokens)] for tokens in (padded_tokens, num_tokens))
-    return float(max(0.0, padded - real)) * context
 
 
 Lanes = list[list[tuple[int, int, int]]]

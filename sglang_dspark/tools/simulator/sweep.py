@@ -39,20 +39,16 @@ def parse_policy(text: str) -> DSparkConfig:
         ConfigError: it is none of them.
     """
     name, _, argument = text.partition(":")
-    known = {"static": "verify_len", "threshold": "confidence_threshold"}
-    if name not in POLICY_NAMES or (argument and name not in known):
+    takes = {"static": "verify_len", "threshold": "confidence_threshold"}
+    if name not in POLICY_NAMES or (argument and name not in takes):
         raise ConfigError(
             f"--policies: {text!r} is no policy; give some of auto, early-stop, off, static:N and "
             "threshold:P, with commas between them"
         )
-    fields_ = {"policy": name}
-    if not argument:
-        return DSparkConfig().with_policy(fields_)
     try:
-        value = int(argument) if name == "static" else float(argument)
-    except ValueError as error:
-        raise ConfigError(f"--policies: {argument!r} in {text!r} is no number; write {name}:N") from error
-    return DSparkConfig().with_policy({**fields_, known[name]: value})
+        return DSparkConfig.resolve({"schedule": name} | ({takes[name]: argument} if argument else {}), env={})
+    except ConfigError as error:
+        raise ConfigError(f"--policies: {text!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -114,31 +110,28 @@ def sweep(
 
 
 def crossovers(points: Sequence[Point]) -> dict[str, float | None]:
-    """Find the number of users from which on each policy is slower for one of them than the first policy."""
+    """Find the number of users from which on each policy is slower for one of them than the first policy.
+
+    It is interpolated on logarithmic axes; None if a policy is as fast with the most users.
+    """
     speeds: dict[str, dict[int, float]] = {}
     for point in points:
         speeds.setdefault(point.policy, {})[point.users] = point.figures.user_tok_s
     plain = speeds[points[0].policy]
-    found = {}
+    users, found = list(plain), dict[str, float | None]()
     for policy, ours in speeds.items():
-        ratios = [speed / plain[users] for users, speed in ours.items()]
-        found[policy] = None if ratios[-1] > 1 - _CHANCE else crossing(list(plain), ratios) or float(points[0].users)
+        ratios = [speed / plain[count] for count, speed in ours.items()]
+        logs = np.log(ratios)
+        ahead = np.flatnonzero(logs >= 0)
+        if ratios[-1] > 1 - _CHANCE:
+            found[policy] = None
+        elif not len(ahead):
+            found[policy] = float(users[0])
+        else:
+            last = ahead[-1]
+            share = logs[last] / (logs[last] - logs[last + 1])
+            found[policy] = float(users[last] * (users[last + 1] / users[last]) ** share)
     return found
-
-
-def crossing(users: Sequence[int], ratios: Sequence[float]) -> float | None:
-    """Return where ratios of speeds fall below 1 for good, interpolated on logarithmic axes.
-
-    Returns:
-        A number of users; None if the ratios stay on one side of 1, or are 1 or more at the end.
-    """
-    logs = np.log(ratios)
-    ahead = np.flatnonzero(logs >= 0)
-    if not len(ahead) or ahead[-1] + 1 == len(logs):
-        return None
-    last = ahead[-1]
-    share = logs[last] / (logs[last] - logs[last + 1])
-    return float(users[last] * (users[last + 1] / users[last]) ** share)
 
 
 POLICIES = ("plain", "fixed", "scheduled")

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, repeat
 from math import inf
 from pathlib import Path
@@ -309,12 +310,10 @@ class OwnBlocks:
 
     Args:
         source: where they come from.
-        seed: of the series.
     """
 
-    def __init__(self, source: BlockSource, seed: int = 0) -> None:
-        self.gamma, self.name = source.gamma, source.name
-        self._source, self._seed = source, seed
+    def __init__(self, source: BlockSource) -> None:
+        self.gamma, self.name, self._source = source.gamma, source.name, source
         self._ahead: dict[int, Iterator[tuple[NDArray[np.float64] | None, Any]]] = {}
 
     def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
@@ -324,7 +323,7 @@ class OwnBlocks:
         return None if logits[0] is None else np.stack(logits), np.array(accepted, dtype=np.int64)
 
     def _series(self, request: int) -> Iterator[tuple[NDArray[np.float64] | None, Any]]:
-        rng = np.random.default_rng((self._seed, request))
+        rng = np.random.default_rng((0, request))
         while True:
             logits, accepted = self._source.draw([request] * _BLOCKS_AHEAD, rng)
             yield from zip(repeat(None) if logits is None else logits, accepted)  # noqa: B905 - of which one is endless
@@ -348,11 +347,10 @@ class RecordedBlocks:
     logits: NDArray[np.float64] | None
     answer: Ints
     name: str = "recorded blocks"
-    _by_answer: list[Ints] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        rows = [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
-        object.__setattr__(self, "_by_answer", rows)
+    @cached_property
+    def _by_answer(self) -> list[Ints]:
+        return [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
 
     def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         rows = [self._by_answer[request % len(self._by_answer)] for request in requests]

@@ -5,6 +5,7 @@ What is not: capture itself.
 """
 
 import functools
+import itertools
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -118,7 +119,8 @@ def ring_of_the_host(words, device):
     from sglang_dspark.step import packed
 
     copies = packed.PackedCopies(words, device)
-    copies._rings = [torch.full((2, words), -1, dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    rings = [torch.full((2, words), -1, dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    copies._turns = itertools.cycle(rings)
     return copies
 
 

@@ -108,14 +108,6 @@ def test_a_drafter_without_a_confidence_head(run, server, sets):
     assert "ECE" not in result.output
 
 
-def test_a_server_that_does_not_verify_whole_blocks(run, server, sets):
-    """Others that cannot be measured: see the tests of calibrate."""
-    server.verified = GAMMA - 1
-    result = run("evaluate", "--url", server.url, *sets)
-    assert result.exit_code == 1
-    assert "start the server with --speculative-dspark-schedule static" in result.output
-
-
 def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):
     options = ("--target", target, "--draft", draft, "--raw", "--limit", 6, "--max-tokens", 16)
     result = run("evaluate", *sets, *options, "--output", tmp_path / "out.json")
