@@ -5,8 +5,6 @@ Servers of random weights keep drafts by chance, and regrets judge texts in 16 b
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 from array import array
 from itertools import pairwise
@@ -23,6 +21,7 @@ from golden_server import (
     TARGET,
     assert_golden_traces,
     assert_pool_is_whole,
+    begun_stream,
     counting,
     endless,
     generate,
@@ -149,15 +148,10 @@ def test_prefix_hit_keeps_the_accept_length(dspark):
 def test_abort_in_mid_stream(dspark, plain):
     """Clients that go away leave no slots behind and do not disturb their neighbours."""
     bodies = mixed_bodies(12, seed=5)
-    host = dspark.url.removeprefix("http://")
     for i in range(6):
-        connection = http.client.HTTPConnection(host, timeout=60)
-        body = endless(prompts(6, seed=i)[i], 800, stream=True)
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().read(64)
-        if i == 0:
-            started = output_ids(dspark, bodies, 4)
-        connection.close()
+        with begun_stream(dspark, endless(prompts(6, seed=i)[i], 800)):
+            if i == 0:
+                started = output_ids(dspark, bodies, 4)
     assert started == output_ids(plain, bodies, 4)
     assert_pool_is_whole(dspark)
 

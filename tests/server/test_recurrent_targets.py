@@ -7,8 +7,6 @@ tests/features/test_recurrent.py.
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 
 import pytest
@@ -16,6 +14,7 @@ from golden_server import (
     VOCAB,
     assert_pool_is_whole,
     beginning_alike,
+    begun_stream,
     counting,
     endless,
     generate,
@@ -119,14 +118,10 @@ def flat(logprobs):
 def test_clients_that_go_away(hybrid, expected):
     """Their slots go to others, which start from zeros."""
     bodies = beginning_alike(6)
-    host = hybrid.url.removeprefix("http://")
     with policy(hybrid, "random"):
         for body in bodies[:4]:
-            connection = http.client.HTTPConnection(host, timeout=60)
-            long = json.dumps(endless(body["input_ids"], 150, stream=True))
-            connection.request("POST", "/generate", long, {"Content-Type": "application/json"})
-            connection.getresponse().read(64)
-            connection.close()
+            with begun_stream(hybrid, endless(body["input_ids"], 150)):
+                pass
         assert output_ids(hybrid, bodies, 4) == expected
     assert_pool_is_whole(hybrid)
 

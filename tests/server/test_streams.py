@@ -17,10 +17,12 @@ from golden_server import (
     call,
     counting,
     endless,
+    events,
     generate,
     greedy,
     in_background,
     policy,
+    refused,
     wait_for_running,
 )
 
@@ -61,17 +63,6 @@ ROUTES = {
 }
 
 
-def whole(server, route, body, text_of):
-    return text_of(server.post_json(route, body | {"stream": False}))
-
-
-def streamed(server, route, body, text_of):
-    status, text = call(server, route, body=body | {"stream": True})
-    assert status == 200, text
-    lines = (line.removeprefix("data: ") for line in text.splitlines())
-    return [text_of(json.loads(line)) for line in lines if line.startswith("{")]
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ["corner", "scheduled"])
 @pytest.mark.slow
@@ -81,9 +72,9 @@ def test_streams_are_the_text(name, route, request):
     body_of, text_of = ROUTES[route]
 
     def both(ids):
-        pieces = streamed(server, route, body_of(ids), text_of)
+        pieces = [text_of(event) for event in events(server, route, body_of(ids))]
         text = pieces[-1] if name == "scheduled" and route == "/generate" else "".join(pieces)
-        return text, whole(server, route, body_of(ids), text_of)
+        return text, text_of(server.post_json(route, body_of(ids)))
 
     with policy(server, "static"), ThreadPoolExecutor(4) as pool:
         found = list(pool.map(both, prompts(12)))
@@ -166,8 +157,8 @@ def test_turns_during_a_running_one_are_refused(corner, plain):
             turn = in_background(lambda: answers.append(corner.post_json("/generate", body)["output_ids"]))
             wait_for_running(corner, 1)
             for _ in range(3):
-                status, text = call(corner, "/generate", body=endless([5], 2, session_params={"id": session}))
-                assert (status, "active request" in text) == (400, True)
+                said = refused(corner, "/generate", endless([5], 2, session_params={"id": session}))
+                assert "active request" in said
         turn.join()
         text = corner.post_json("/generate", endless([5], 9, session_params={"id": session}))["output_ids"]
     [expected] = generate(plain, [endless([*prompt, *answers[0], 5], 9)], 1)
@@ -197,11 +188,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def turns(server, kind, *, refused):
+def turns(server, kind, *, with_others):
     """Return what the turns of a session are answered, and how much of them was cached; before each comes another turn.
 
     Args:
-        refused: whether the others are sent, and refused.
+        with_others: whether the others are sent, and refused.
     """
     server.flush_cache()
     opening = {"capacity_of_str_len": 10_000, "streaming": kind == "streaming"}
@@ -209,11 +200,11 @@ def turns(server, kind, *, refused):
     for number, other in enumerate([{}, *REFUSED[kind], *REFUSED["both"]]):
         # Of the other kind, a turn says which one it follows.
         follows = {"id": session} | ({"rid": str(number - 1)} if number and kind != "streaming" else {})
-        if refused and other:
+        if with_others and other:
             named = {"id": session} if "replace" in other.get("session_params", {}) else follows
             body = {**endless([5], 2), **other, "session_params": {**named, **other.get("session_params", {})}}
             with counting(server) as grown:
-                assert call(server, "/generate", body=body)[0] == 400, other
+                assert refused(server, "/generate", body), other
             assert not any(grown.values()), other
         answer = server.post_json("/generate", endless([6, 7], 5, rid=str(number), session_params=follows))
         found.append((answer["output_ids"], answer["meta_info"]["cached_tokens"]))
@@ -223,7 +214,7 @@ def turns(server, kind, *, refused):
 
 @pytest.mark.parametrize("kind", ["streaming", "not streaming"])
 def test_a_refused_turn_leaves_everything_as_it_was(kind, corner):
-    assert turns(corner, kind, refused=True) == turns(corner, kind, refused=False)
+    assert turns(corner, kind, with_others=True) == turns(corner, kind, with_others=False)
     assert_pool_is_whole(corner)
 
 

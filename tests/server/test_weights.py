@@ -38,6 +38,7 @@ from golden_server import (
     greedy,
     in_background,
     policy,
+    refused,
     rounds_of,
     wait_for_running,
 )
@@ -356,8 +357,7 @@ def test_a_drafter_is_replaced_while_a_request_runs(dspark, folders):
 def test_half_of_a_letter_is_refused(dspark, route, key, more):
     """JSON can have it, UTF-8 cannot."""
     body = {key: "auto"} | {name.format(key=key): value for name, value in more.items()}
-    status, text = call(dspark, route, body=body)
-    assert status == 400 and "in UTF-8" in json.loads(text)["message"]
+    assert "in UTF-8" in json.loads(refused(dspark, route, body))["message"]
 
 
 def test_drafters_wait_as_other_calls_do(dspark):
@@ -400,9 +400,8 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_before_any_is_written(dspar
         weight = tensors.pop(name)
         tensors |= {} if change is None else {name: change(weight)}
     save_file(tensors, damaged / FILE, metadata={"format": "pt"})
-    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": str(damaged)})
-    message = json.loads(text)["message"]
-    assert status == 400 and f"{DOWN} {named}" in message and "No weight was changed" in message
+    message = json.loads(refused(dspark, "/update_weights_from_disk", {"model_path": str(damaged)}))["message"]
+    assert f"{DOWN} {named}" in message and "No weight was changed" in message
     assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
     assert_golden_traces(dspark, CASES[:1])
     from_disk(dspark, TARGET)
@@ -410,22 +409,20 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_before_any_is_written(dspar
 
 def test_weights_that_do_not_fit_end_no_server(dspark):
     """Plain SGLang would end: it reads and writes them without a fence."""
-    before = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": []})
-    assert before[0] == 400 and "begin_weight_update()" in before[1]
+    said = refused(dspark, "/update_weights_from_tensor", {"serialized_named_tensors": []})
+    assert "begin_weight_update()" in said
     answered(dspark, "/begin_weight_update", {})
     for selector, tensors, named in BAD.values():
         sent = serialized(tensors) if isinstance(tensors, dict) else tensors
         body = {"serialized_named_tensors": sent, "selector": selector}
-        status, text = call(dspark, "/update_weights_from_tensor", body=body)
-        message = json.loads(text)["message"]
-        assert status == 400 and named in message
+        message = json.loads(refused(dspark, "/update_weights_from_tensor", body))["message"]
+        assert named in message
         assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
-    assert call(dspark, "/begin_weight_update", body={})[0] == 400
+    assert refused(dspark, "/begin_weight_update", {})
     answered(dspark, "/end_weight_update", {})
-    status, text = call(dspark, "/update_weights_from_ipc", body={"zmq_handles": {}})
-    assert status == 400 and "sglang[checkpoint-engine]" in text
-    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": "/no/such/folder"})
-    assert status == 400 and "/no/such/folder" in text
+    assert "sglang[checkpoint-engine]" in refused(dspark, "/update_weights_from_ipc", {"zmq_handles": {}})
+    folder = "/no/such/folder"
+    assert folder in refused(dspark, "/update_weights_from_disk", {"model_path": folder})
     assert_golden_traces(dspark, CASES[:1])
     from_disk(dspark, TARGET)
     assert dspark.get_json("/dspark/stats")["weights"]["failure"] is None

@@ -5,6 +5,7 @@ Requests as the front end settles them, in the form that the scheduler reads.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -146,13 +147,37 @@ def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = 
         return error.code, error.read().decode()
 
 
+def refused(server: LaunchedServer, path: str, body: Any) -> str:
+    """Return what the server says to a request that it refuses with HTTP 400."""
+    status, text = call(server, path, body=body)
+    assert status == 400, text
+    return text
+
+
+def events(server: LaunchedServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a stream, of server-sent events or of lines."""
+    status, text = call(server, path, body=body | {"stream": True})
+    assert status == 200, text
+    lines = (line.removeprefix("data: ") for line in text.split("\n"))
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@contextmanager
+def begun_stream(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
+    """Have a stream begin; at the end of the block its client goes away."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(body | {"stream": True}), headers)
+    connection.getresponse().read(64)
+    yield
+    connection.close()
+
+
 def last_answer(server: LaunchedServer, body: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of ``POST /generate``, as the last chunk of a stream has it."""
     if not body.get("stream"):
         return server.post_json("/generate", body)
-    lines = call(server, "/generate", body=body)[1].split("\n\n")
-    last: dict[str, Any] = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
-    return last
+    return events(server, "/generate", body)[-1]
 
 
 def states_of(answer: dict[str, Any]) -> torch.Tensor:
