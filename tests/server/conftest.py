@@ -16,7 +16,6 @@ from golden_server import (
     CHECKS_ORDER,
     DRAFT,
     DSPARK,
-    GUARDED,
     PLANTED_FAULTS,
     PROPOSED,
     TARGET,
@@ -184,7 +183,9 @@ SERVERS: dict[str, Recipe] = {
     # Options in a file that no other server has, and variables of a Kubernetes Service with the plugin's name.
     "configured": Recipe((_configured, "--max-running-requests 2"), env=OF_A_SERVICE),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
-    "guarded": Recipe(GUARDED),
+    "guarded": Recipe(
+        (*DSPARK, "--enable-metrics --chat-template chatml --api-key user-key --admin-api-key admin-key")
+    ),
     # Blocks longer than the drafter's, whose last slots are copied; prompts next to running requests, under overlap.
     # The tokenizer knows a token more than the target.
     "letters": Recipe(

@@ -9,13 +9,14 @@ from golden_server import (
     CASES,
     DRAFTER_ALONE,
     assert_retracted_unnoticed,
+    endless,
     generate,
     greedy,
     mixed_bodies,
+    outcomes_of,
     output_ids,
     policy,
     prompts,
-    rounds_of,
 )
 from quantised_target import RANKS, written_adapter
 
@@ -69,13 +70,9 @@ def test_a_cached_prompt_is_that_of_its_adapter(adapters):
         for name in ("red", "green", "red", "green"):
             [answer] = generate(adapters, [greedy(prompt, 40, lora_path=name, speculation=DRAFTER_ALONE)], 1)
             info = answer["meta_info"]
-            drafts = [(entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
-            if name in seen:
-                assert info["cached_tokens"] >= len(prompt) - 1
-                assert (answer["output_ids"], drafts) == seen[name]
-            else:
-                assert info["cached_tokens"] == 0
-            seen[name] = (answer["output_ids"], drafts)
+            told = answer["output_ids"], outcomes_of(answer)
+            assert info["cached_tokens"] >= len(prompt) - 1 if name in seen else info["cached_tokens"] == 0
+            assert seen.setdefault(name, told) == told
     assert seen["red"] != seen["green"]
 
 
@@ -92,11 +89,9 @@ def test_an_adapter_that_is_loaded_and_unloaded_while_serving(adapters, plain_ad
 @pytest.mark.thorough
 def test_retracted_requests_keep_their_adapters(adapters, plain_adapters):
     """They come back to a batch of other requests, with a second prefill of prompt and text."""
-    parameters = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
     names = list(RANKS)
     bodies = [
-        {"input_ids": prompt[:60], "sampling_params": parameters, "lora_path": names[i % len(names)]}
-        for i, prompt in enumerate(prompts(16, seed=9))
+        endless(prompt[:60], 100, lora_path=names[i % len(names)]) for i, prompt in enumerate(prompts(16, seed=9))
     ]
     expected = output_ids(plain_adapters, bodies, 16)
     with policy(adapters, "random"):

@@ -20,7 +20,7 @@ import openai
 import pytest
 from family_targets import TOOL_CALL, spoken_target
 from golden_replay import tuned
-from golden_server import DRAFT, TARGET, call, counting, greedy, policy
+from golden_server import DRAFT, TARGET, counting, greedy, policy, refused
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, free_port
 
@@ -205,18 +205,16 @@ def test_what_sglangs_benchmark_prints(letters):
     assert state["avg_spec_accept_length"] == pytest.approx(letters.get_json("/dspark/stats")["accept_length"], rel=0.3)
 
 
-QUESTION, LENGTH = "the dog видит 猫, 고양이, قطة 🐈", 48
+LENGTH = 48
+CHAT = {"model": "m", "max_tokens": LENGTH, "temperature": 0, "messages": [{"role": "user", "content": PROMPT}]}
 
 
 def asked(server: LaunchedServer, stream: bool, **fields: Any) -> tuple[str, Any]:
     """The text of an answer, and its usage."""
-    body = {"model": "m", "max_tokens": LENGTH, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
-    body["extra_body"] = {"ignore_eos": True}
     if stream:
         fields["stream_options"] = {"include_usage": True}
-    http = httpx.Client(trust_env=False)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", http_client=http, max_retries=0)
-    answer = client.chat.completions.create(**body, **fields, stream=stream)
+    how = {"extra_body": {"ignore_eos": True}, "stream": stream}
+    answer = openai_client(server).chat.completions.create(**CHAT, **how, **fields)
     if not stream:
         return answer.choices[0].message.content, answer.usage
     chunks = list(answer)
@@ -277,10 +275,9 @@ def test_an_answer_without_a_prediction_has_no_counts(letters, expected):
 
 
 def test_several_samples_are_counted_together(letters, expected):
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "ignore_eos": True}
-    body |= {"max_tokens": LENGTH, "n": 3, "prediction": content(expected)}
+    body = CHAT | {"ignore_eos": True, "n": 3, "prediction": content(expected)}
     with policy(letters, "static"):
-        found = json.loads(call(letters, "/v1/chat/completions", body=body)[1])
+        found = letters.post_json("/v1/chat/completions", body)
     assert [choice["message"]["content"] for choice in found["choices"]] == [expected] * 3
     details = found["usage"]["completion_tokens_details"]
     assert 2 * LENGTH < details["accepted_prediction_tokens"] < 3 * LENGTH
@@ -301,19 +298,16 @@ def test_several_samples_are_counted_together(letters, expected):
 )
 def test_a_bad_prediction_is_refused_by_name(letters, predicted, named):
     """The name is that of the field which the client sent."""
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
     for stream in (False, True):
-        status, text = call(letters, "/v1/chat/completions", body=body | {"prediction": predicted, "stream": stream})
-        assert status == 400
+        text = refused(letters, "/v1/chat/completions", CHAT | {"prediction": predicted, "stream": stream})
         assert named in text and "speculation" not in text and ("prediction " in text or "surrogate" in named)
 
 
 def test_tokens_that_the_target_does_not_have_are_left_out(letters):
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": LENGTH, "temperature": 0}
-    plain = letters.post_json("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    plain = letters.post_json("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"]
     predicted = content("<beyond>" + plain + "<beyond>")
     with policy(letters, "static"):
-        found = letters.post_json("/v1/chat/completions", body | {"prediction": predicted})
+        found = letters.post_json("/v1/chat/completions", CHAT | {"prediction": predicted})
     assert found["choices"][0]["message"]["content"] == plain
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 

@@ -13,13 +13,12 @@ from golden_server import (
     call,
     counting,
     events,
-    generate,
     greedy,
     mixed_bodies,
     output_ids,
     policy,
     refused,
-    rounds_of,
+    traced,
     with_options,
 )
 
@@ -46,10 +45,9 @@ def test_text_equals_the_target_alone(draft_free, plain, name):
 
 def test_only_presets_speculate(draft_free):
     def verified(**options):
-        body = greedy(CASES[0]["prompt_ids"], 64, speculation={"trace": True, **options})
-        [answer] = generate(draft_free, [body], 1)
+        answer, rounds = traced(draft_free, greedy(CASES[0]["prompt_ids"], 64), **options)
         assert answer["output_ids"] == CASES[0]["output_ids"]
-        return [entry["verified"] for entry in rounds_of(answer)]
+        return [entry["verified"] for entry in rounds]
 
     assert set(verified()) == {0}
     rounds = verified(preset="summarization")

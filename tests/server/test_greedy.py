@@ -28,10 +28,10 @@ from golden_server import (
     greedy,
     in_background,
     mixed_bodies,
+    outcomes_of,
     output_ids,
     policy,
     prompts,
-    rounds_of,
     wait_for_tokens,
     with_options,
 )
@@ -60,8 +60,7 @@ def rounds_after(server, ids, number):
     """Return the first rounds after a prompt under ``static``, and how many of its tokens were cached."""
     with policy(server, "static"):
         [answer] = generate(server, [endless(ids, 8 * number, speculation=DRAFTER_ALONE)], 1)
-    rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
-    return rounds[:number], answer["meta_info"]["cached_tokens"]
+    return outcomes_of(answer)[:number], answer["meta_info"]["cached_tokens"]
 
 
 def test_drafts_after_plain_steps(dspark):
@@ -75,12 +74,12 @@ def test_drafts_after_plain_steps(dspark):
         with policy(dspark, "static"):
             thread.join()
     text = CASES[0]["prompt_ids"] + answers[0]["output_ids"]
-    behind = [entry for entry in rounds_of(answers[0]) if entry["draft"]][:6]
-    start = behind[0]["start"]
+    behind = [outcome for outcome in outcomes_of(answers[0]) if outcome[1]][:6]
+    start = behind[0][0]
     assert start >= len(CASES[0]["prompt_ids"]) + 20
     dspark.flush_cache()
     expected, _ = rounds_after(dspark, text[:start], 6)
-    assert [(entry["start"], entry["draft"], entry["accepted"]) for entry in behind] == expected
+    assert behind == expected
     dspark.flush_cache()
     with policy(dspark, "off"):
         generate(dspark, [endless(CASES[0]["prompt_ids"], start - len(CASES[0]["prompt_ids"]))], 1)
@@ -240,9 +239,7 @@ PROMPTS = prompts(9, seed=5)
 
 
 def answers(server: LaunchedServer, **given):
-    parameters = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-    bodies = [{"input_ids": prompt, "sampling_params": parameters, **given} for prompt in PROMPTS]
-    return generate(server, bodies, 4)
+    return generate(server, [endless(prompt, 40, **given) for prompt in PROMPTS], 4)
 
 
 def steps_of(answer):

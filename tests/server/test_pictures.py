@@ -60,12 +60,21 @@ def assert_texts(answers, expected):
     assert [answer["output_ids"] for answer in answers] == expected
 
 
-def assert_pictures_are_read(server, then, *, cached=True):
-    """One by one, then from the cache and together, under ``static`` and under the policy ``then``.
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("pictures", "random"),
+        pytest.param("qwen2_5_vl", "auto", marks=pytest.mark.thorough),  # emulated servers know no policy of the tests
+        pytest.param("gemma4_pictures", "random", marks=pytest.mark.thorough),
+        pytest.param("hybrid_pictures", "random", marks=pytest.mark.thorough),
+    ],
+)
+def test_texts_after_pictures(request, name, then):
+    """One by one, then from the cache and together, under ``static`` and under another policy.
 
-    Args:
-        cached: whether the target's cache has a prompt that came before; one of states has few of its prefixes.
+    Prompts come in chunks that end within pictures; steps are replayed; K/V is in two pools; states are recurrent.
     """
+    server = request.getfixturevalue(name)
     expected, bodies = read_by_transformers(architecture_of(server), NUM_TOKENS), bodies_of(server)
     assert expected[0] != expected[3]  # of which only the pictures differ
     with policy(server, "static"):
@@ -73,14 +82,9 @@ def assert_pictures_are_read(server, then, *, cached=True):
     with policy(server, then):
         again = generate(server, bodies * 3, 4)
     assert_texts(again, expected * 3)
-    for answer in again if cached else ():
+    for answer in again if name != "hybrid_pictures" else ():  # a cache of states has few prefixes of a prompt
         assert answer["meta_info"]["cached_tokens"] >= answer["meta_info"]["prompt_tokens"] - 1
     assert_pool_is_whole(server)
-
-
-def test_texts_after_pictures(pictures):
-    """Prompts come in chunks that end within pictures."""
-    assert_pictures_are_read(pictures, "random")
 
 
 def test_retracted_requests_are_read_again(pictures):
@@ -151,12 +155,14 @@ def test_pictures_without_a_drafter(server_pool, tmp_path):
 
 
 @pytest.mark.thorough
-def test_pictures_in_replayed_steps(qwen2_5_vl):
-    assert_pictures_are_read(qwen2_5_vl, "auto")  # emulated servers know no policy of the tests
+@pytest.mark.parametrize("name", ["mistral3", "gemma4_12b_pictures"])
+def test_texts_after_pictures_are_those_of_the_plain_server(request, name):
+    """For families of which SGLang reads some pictures otherwise than transformers.
 
-
-def assert_as_the_plain_server(server, plain):
-    """For families of which SGLang reads some pictures otherwise than transformers."""
+    Positions of Mistral 3 have one coordinate. Gemma 4 12B has no encoder; tokens of a picture see one another in
+    transformers, and in SGLang only where it attends with Triton.
+    """
+    server, plain = map(request.getfixturevalue, (name, f"plain_{name}"))
     bodies = bodies_of(server)
     expected = [answer["output_ids"] for answer in generate(plain, bodies, 1)]
     assert expected[0] != expected[3]
@@ -164,24 +170,3 @@ def assert_as_the_plain_server(server, plain):
         assert_texts(generate(server, bodies, 1), expected)
     with policy(server, "random"):
         assert_texts(generate(server, bodies * 3, 4), expected * 3)
-
-
-@pytest.mark.thorough
-def test_pictures_without_positions_of_three_coordinates(mistral3, plain_mistral3):
-    assert_as_the_plain_server(mistral3, plain_mistral3)
-
-
-@pytest.mark.thorough
-def test_pictures_without_an_encoder(gemma4_12b_pictures, plain_gemma4_12b_pictures):
-    """Their tokens see one another in transformers, and in SGLang only where it attends with Triton."""
-    assert_as_the_plain_server(gemma4_12b_pictures, plain_gemma4_12b_pictures)
-
-
-@pytest.mark.thorough
-def test_pictures_and_two_pools_of_kv(gemma4_pictures):
-    assert_pictures_are_read(gemma4_pictures, "random")
-
-
-@pytest.mark.thorough
-def test_pictures_and_recurrent_states(hybrid_pictures):
-    assert_pictures_are_read(hybrid_pictures, "random", cached=False)

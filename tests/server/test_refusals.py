@@ -86,10 +86,6 @@ def test_bad_speculation_field_of_a_stream(dspark):
     assert error["code"] == 400 and "speculation.trace" in error["message"]
 
 
-def test_the_server_survives_refusals(dspark):
-    assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
-
-
 # One process tries all of them: importing SGLang takes longer than everything else. Of each table a row or two, and
 # rows that SGLang itself resolves first. The tables: tests/engine/test_checks.py, test_flags.py.
 STARTUP = [

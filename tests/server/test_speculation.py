@@ -17,21 +17,17 @@ from golden_server import (
     VOCAB,
     call,
     counting,
+    endless,
     generate,
     greedy,
     last_answer,
     output_ids,
     policy,
     rounds_of,
+    traced,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-
-def traced(server, body, **options):
-    """The answer to ``body`` and its rounds."""
-    [answer] = generate(server, [{**body, "speculation": {"trace": True, **options}}], 1)
-    return answer["output_ids"], rounds_of(answer)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +41,8 @@ def traced(server, body, **options):
 )
 def test_no_more_drafts_are_verified_than_asked_for(dspark, name, options, most):
     with policy(dspark, name):
-        text, rounds = traced(dspark, greedy(CASES[1]["prompt_ids"], 64), **options)
-    assert text == CASES[1]["output_ids"]
+        answer, rounds = traced(dspark, greedy(CASES[1]["prompt_ids"], 64), **options)
+    assert answer["output_ids"] == CASES[1]["output_ids"]
     verified = [entry["verified"] for entry in rounds]
     assert max(verified) <= most
     if name == "static":
@@ -83,7 +79,8 @@ def test_summarization_copies_what_followed(dspark, name):
     """
     prompt = CASES[0]["prompt_ids"]
     with policy(dspark, name, **({"confidence_threshold": 0.5} if name == "threshold" else {})):
-        text, rounds = traced(dspark, greedy(prompt, 64), preset="summarization", max_draft=5)
+        answer, rounds = traced(dspark, greedy(prompt, 64), preset="summarization", max_draft=5)
+    text = answer["output_ids"]
     assert text == CASES[0]["output_ids"]
     drafting = [entry for entry in rounds if entry["draft"]]
     for entry in drafting:
@@ -103,7 +100,8 @@ def test_summarization_copies_what_followed(dspark, name):
 def test_bounds_of_the_lookup_hold(draft_free, least, most):
     """Without a drafter, drafts are what was copied and nothing else."""
     prompt, options = CASES[0]["prompt_ids"], {"min_ngram": least, "max_ngram": most}
-    text, rounds = traced(draft_free, greedy(prompt, 64), preset="summarization", **options)
+    answer, rounds = traced(draft_free, greedy(prompt, 64), preset="summarization", **options)
+    text = answer["output_ids"]
     assert text == CASES[0]["output_ids"]
     for entry in rounds:
         assert entry["draft"] == continuation((prompt + text)[: entry["start"] + 1], least, most, 7)
@@ -138,9 +136,8 @@ def test_blocks_go_on_after_the_drafters(letters, name):
     What the first texts show of their chains is learned. Where step times have a say, as in ``auto`` and
     ``early-stop``, a table may say that no ninth row is worth its time.
     """
-    seeded = {"temperature": 0.2, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 3}
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:3]]
-    bodies.append({"input_ids": CASES[0]["prompt_ids"], "sampling_params": seeded})
+    bodies.append(endless(CASES[0]["prompt_ids"], 64, {"temperature": 0.2, "sampling_seed": 3}))
     with policy(letters, "static", verify_len=7):
         expected = output_ids(letters, bodies, 4)
     traced_bodies = [{**body, "speculation": {"trace": True}} for body in bodies * 3]
@@ -157,7 +154,9 @@ def test_classification_proposes_the_rest_of_a_label(draft_free):
     """The text goes on ``red stone . the large stone finds the ...``, and nothing but presets is verified."""
     case = CASES[0]
     labels = {"large stone finds the": [7, 21, 29, 33], "stone . the large boat": [21, 39, 33, 7, 23]}
-    text, rounds = traced(draft_free, greedy(case["prompt_ids"], 40), preset="classification", candidates=list(labels))
+    asked = {"preset": "classification", "candidates": list(labels)}
+    answer, rounds = traced(draft_free, greedy(case["prompt_ids"], 40), **asked)
+    text = answer["output_ids"]
     assert text == case["output_ids"][:40]
     for entry in rounds:
         output = text[: entry["start"] + 1 - len(case["prompt_ids"])]
@@ -179,9 +178,9 @@ def test_a_predicted_answer_is_verified_without_a_drafter(draft_free):
     body = greedy(CASES[0]["prompt_ids"], 64)
     [plain] = generate(draft_free, [body], 1)
     predicted = {"type": "content", "content": plain["text"]}
-    text, rounds = traced(draft_free, body, prediction=predicted)
+    whole, rounds = traced(draft_free, body, prediction=predicted)
     late, others = traced(draft_free, body, prediction=predicted | {"content": "the red dog . " + plain["text"]})
-    assert text == late == CASES[0]["output_ids"]
+    assert whole["output_ids"] == late["output_ids"] == CASES[0]["output_ids"]
     assert [entry["accepted"] for entry in rounds[:-1]] == [7] * (len(rounds) - 1)
     # An answer that begins otherwise is copied from once it goes on as predicted.
     assert others[-2]["accepted"] == 7
@@ -190,8 +189,7 @@ def test_a_predicted_answer_is_verified_without_a_drafter(draft_free):
 def test_answers_are_copied_only_under_their_key(dflash):
     """With a drafter that knows nothing; few texts repeat themselves, but seeds write all of them again."""
     rng, texts, rounds = random.Random(9), {}, {}
-    hot = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True}
-    bodies = [{"input_ids": rng.choices(VOCAB, k=12), "sampling_params": {**hot, "sampling_seed": i}} for i in range(3)]
+    bodies = [endless(rng.choices(VOCAB, k=12), 32, {"temperature": 1.5, "sampling_seed": i}) for i in range(3)]
     bodies.append(greedy(CASES[1]["prompt_ids"], 32))
 
     def under(key):  # one of each request's own: none ends before another under the same
@@ -220,8 +218,7 @@ def test_answers_are_copied_only_under_their_key(dflash):
 
 def test_samples_of_one_prompt_copy_without_a_key(dflash):
     """The server takes the prompt for it, unless a request wants only the drafter."""
-    sampling = {"temperature": 1.5, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": 4}
-    body = {"input_ids": random.Random(8).choices(VOCAB, k=12), "sampling_params": sampling}
+    body = endless(random.Random(8).choices(VOCAB, k=12), 32, {"temperature": 1.5, "sampling_seed": 4})
     other = body | {"input_ids": body["input_ids"][1:]}
     alone = body | {"speculation": {"preset": "none"}}
     accepted = []

@@ -161,8 +161,7 @@ def test_every_step_draws_with_noise_of_its_own(graphs):
     """Requests that follow each other in few rows draft more blocks after one anchor than there are rows."""
     rows = graphs.get_json("/server_info")["max_running_requests"]
     # Half of them or more have the same anchor.
-    parameters = {"temperature": 2.0, "top_k": 2, "max_new_tokens": 2, "ignore_eos": True}
-    body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": parameters, "speculation": {"trace": True}}
+    body = endless(CASES[0]["prompt_ids"], 2, {"temperature": 2.0, "top_k": 2}, speculation={"trace": True})
     drafts: dict[int, set[tuple[int, ...]]] = {}
     with policy(graphs, "static"):
         for answer in generate(graphs, [body] * (4 * rows), 1):

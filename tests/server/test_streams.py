@@ -35,11 +35,6 @@ def prompts(number):
     return [case["prompt_ids"] for case in CASES] + [rng.choices(LIKELY, k=17) for _ in range(number - len(CASES))]
 
 
-def generate_ids(ids):
-    parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    return {"input_ids": ids, "sampling_params": parameters}
-
-
 def completion(ids):
     return {"model": "m", "prompt": ids, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
@@ -54,7 +49,7 @@ def said(message):
 
 
 ROUTES = {
-    "/generate": (generate_ids, lambda answer: answer["text"]),
+    "/generate": (lambda ids: endless(ids, NUM_TOKENS), lambda answer: answer["text"]),
     "/v1/completions": (completion, lambda answer: "".join(choice["text"] for choice in answer["choices"])),
     "/v1/chat/completions": (
         chat,
@@ -84,9 +79,8 @@ def test_streams_are_the_text(name, route, request):
 
 @pytest.mark.slow
 def test_a_prompt_that_is_only_scored_has_no_log_probability_of_a_token(corner, plain):
-    body = generate_ids(CASES[0]["prompt_ids"])
-    body["sampling_params"]["max_new_tokens"] = 0
-    body |= {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+    asked = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+    body = endless(CASES[0]["prompt_ids"], 0, **asked)
     ours, theirs = (server.post_json("/generate", body) for server in (corner, plain))
     assert ours["output_ids"] == theirs["output_ids"] == []
     for name in ("output_token_logprobs", "output_token_logprobs_length"):

@@ -37,6 +37,7 @@ from golden_server import (
     generate,
     greedy,
     in_background,
+    outcomes_of,
     policy,
     refused,
     rounds_of,
@@ -114,13 +115,11 @@ def shown(server) -> list[Any]:
     """Return what depends on weights under a policy that learns nothing."""
     found: list[Any] = []
     for case in CASES[:3]:
-        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": DRAFTER_ALONE}
-        for parameters in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}):
-            sampling = {**parameters, "max_new_tokens": LENGTH, "ignore_eos": True}
-            answer = server.post_json("/generate", {**body, "sampling_params": sampling})
+        for parameters in ({}, {"temperature": 0.9, "sampling_seed": 5}):
+            body = endless(case["prompt_ids"], LENGTH, parameters, return_logprob=True, speculation=DRAFTER_ALONE)
+            answer = server.post_json("/generate", body)
             logprobs = [round(entry[0], 3) for entry in answer["meta_info"]["output_token_logprobs"]]
-            rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
-            found.append((answer["output_ids"], logprobs, rounds))
+            found.append((answer["output_ids"], logprobs, outcomes_of(answer)))
     return found
 
 
@@ -268,9 +267,8 @@ def test_a_target_of_nan_ends_no_server(dspark):
     named = {"model.norm.weight": torch.full((128,), torch.nan)}
     try:
         from_tensors(dspark, named)
-        for parameters in ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
-            body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": 12, "ignore_eos": True}}
-            assert len(dspark.post_json("/generate", body)["output_ids"]) == 12
+        for parameters in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
+            assert len(dspark.post_json("/generate", endless(PROMPT, 12, parameters))["output_ids"]) == 12
     finally:
         from_disk(dspark, TARGET)
     assert_golden_traces(dspark, CASES[:1])

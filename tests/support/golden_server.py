@@ -49,19 +49,6 @@ AUTO = {"policy": "auto"}
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
 """Asks for a trace that depends on nothing but the request."""
 
-GUARDED = (
-    *DSPARK,
-    "--enable-metrics",
-    "--chat-template",
-    "chatml",
-    "--api-key",
-    "user-key",
-    "--admin-api-key",
-    "admin-key",
-)
-"""A server with metrics, an API key, an admin key, and an idea of what a chat is."""
-
-
 # Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
 # of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
 # node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
@@ -213,11 +200,24 @@ def rounds_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
 
 
-def assert_golden_traces(server: LaunchedServer, cases: list[dict[str, Any]] = CASES) -> None:
-    """Assert text, drafts, verified and accepted counts of golden cases."""
+def outcomes_of(answer: dict[str, Any]) -> list[tuple[int, list[int], int]]:
+    """Return of each round of an answer where it began, what was drafted, and how many drafts were accepted."""
+    return [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
+
+
+def traced(server: LaunchedServer, body: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the answer to a request with these options, and its rounds."""
+    answer = server.post_json("/generate", {**body, "speculation": {"trace": True, **options}})
+    return answer, rounds_of(answer)
+
+
+def assert_golden_traces(
+    server: LaunchedServer, cases: list[dict[str, Any]] = CASES, asked: Mapping[str, Any] = DRAFTER_ALONE
+) -> None:
+    """Assert text, drafts, verified and accepted counts of golden cases, and the counts of their answers."""
     for case in cases:
         with policy(server, "static"):
-            [answer] = generate(server, [greedy(case["prompt_ids"], 64, speculation=DRAFTER_ALONE)], 1)
+            answer = server.post_json("/generate", greedy(case["prompt_ids"], 64, speculation=asked))
         assert answer["output_ids"] == case["output_ids"]
         assert len(answer["meta_info"]["dspark_trace"]) == len(case["output_ids"])
         rounds = rounds_of(answer)
@@ -228,6 +228,9 @@ def assert_golden_traces(server: LaunchedServer, cases: list[dict[str, Any]] = C
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
         assert {r["verified"] for r in rounds} == {7}
         assert {len(r["confidence"]) for r in rounds} == {7}
+        counts = answer["meta_info"]["dspark"]
+        assert counts["rounds"] == len(rounds)
+        assert counts["drafted_tokens"] == counts["verified_tokens"] == 7 * len(rounds)
 
 
 def assert_rounds_of_reference(answer: dict[str, Any], expected: Decoded) -> None:
@@ -275,10 +278,12 @@ def greedy(
     return {"input_ids": input_ids, "sampling_params": {**usual, **(parameters or {})}, **fields}
 
 
-def endless(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Return the body of a greedy request that stops only for its length."""
-    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+def endless(
+    input_ids: list[int], max_new_tokens: int, parameters: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return the body of a request that stops only for its length; it is greedy unless ``parameters`` say otherwise."""
+    usual = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": {**usual, **(parameters or {})}, **fields}
 
 
 def beginning_alike(num: int, num_tokens: int = 32) -> list[dict[str, Any]]:
