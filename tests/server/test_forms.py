@@ -31,16 +31,11 @@ from golden_server import (
 )
 from quantised_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
-from server_pool import EIGHT_BITS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
+from server_pool import EIGHT_BITS, HOST_MEMORY, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
 
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
-# Prefixes move to host memory, of which there is more than of the device's.
-HOST_MEMORY = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
 
 
 @dataclass(frozen=True)

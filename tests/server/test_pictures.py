@@ -8,31 +8,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from family_targets import continued_after_pictures, data_url, picture, picture_target, place, write_picture_target
+from family_targets import (
+    PICTURE_PROMPTS,
+    behind_pictures,
+    continued_after_pictures,
+    data_url,
+    picture_target,
+    place,
+    write_picture_target,
+)
 from golden_server import assert_pool_is_whole, call, counting, generate, policy, refused, together
 from server_pool import Recipe
 
 from sglang_dspark.tools.launch import PLUGIN
 
 NUM_TOKENS, MANY_TOKENS = 20, 60
-WIDE, SQUARE, OTHER = picture(1, 80, 56), picture(2, 120, 120), picture(3, 80, 56)
-# Texts, with a place for each picture.
-PROMPTS = (
-    ("u:what is this PICTURE then;a:", (WIDE,)),
-    ("one PICTURE two PICTURE end", (WIDE, SQUARE)),
-    ("just text here", ()),
-    ("u:what is this PICTURE then;a:", (OTHER,)),
-)
 
 
 @cache
 def read_by_transformers(architecture: str, num_tokens: int) -> list[list[int]]:
-    """Return the greedy continuations of ``PROMPTS``."""
+    """Return the greedy continuations of ``PICTURE_PROMPTS``."""
     with TemporaryDirectory() as folder:
         model, processor = write_picture_target(architecture, Path(folder))
     return [
         continued_after_pictures(model, processor, text.replace("PICTURE", place(architecture)), images, num_tokens)
-        for text, images in PROMPTS
+        for text, images in PICTURE_PROMPTS
     ]
 
 
@@ -42,18 +42,7 @@ def architecture_of(server) -> str:
 
 
 def bodies_of(server, num_tokens=NUM_TOKENS, **fields):
-    """Requests of ``PROMPTS``."""
-    parameters = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    mark = place(architecture_of(server))
-    return [
-        {
-            "text": text.replace("PICTURE", mark),
-            "image_data": [data_url(image) for image in images] or None,
-            "sampling_params": parameters,
-            **fields,
-        }
-        for text, images in PROMPTS
-    ]
+    return behind_pictures(architecture_of(server), num_tokens, **fields)
 
 
 def assert_texts(answers, expected):
@@ -108,13 +97,13 @@ def test_presets_and_logprobs_of_prompts_with_pictures(pictures):
 
 def test_a_chat_with_a_picture(pictures):
     """The picture is sent as OpenAI's clients do; the chat template puts it into its place."""
-    content = [{"type": "image_url", "image_url": {"url": data_url(WIDE)}}, {"type": "text", "text": "what is it"}]
+    url, same = data_url(PICTURE_PROMPTS[0][1][0]), bodies_of(pictures)[0]
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it"}]
     parameters = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     body = {"model": "any", "messages": [{"role": "user", "content": content}], **parameters}
     answer = pictures.post_json("/v1/chat/completions", body)
     text = f"u:{place(architecture_of(pictures))}what is it;a:"
-    same = {**bodies_of(pictures)[0], "text": text, "image_data": [data_url(WIDE)]}
-    assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same)["text"]
+    assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same | {"text": text})["text"]
     assert "does not serve video_data yet" in refused(pictures, "/generate", {"text": "x", "video_data": ["x.mp4"]})
 
 

@@ -93,13 +93,18 @@ def builtin_worker(engine: str, mode: str = "static") -> dict[str, str]:
     return variables
 
 
-def of_sglang_alone(folder: Path) -> Path:
-    """Return the golden target under the name of an architecture that our worker does not serve, see ``stand_ins``."""
+def golden_target(folder: Path, **config: Any) -> Path:
+    """Return a copy of the golden target below ``folder``, with these keys in its config.json."""
     path = folder / "target"
     shutil.copytree(TARGET, path, dirs_exist_ok=True)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["OfSglangAloneForCausalLM"]}))
+    given = json.loads((TARGET / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(given | config))
     return path
+
+
+def of_sglang_alone(folder: Path) -> Path:
+    """Return the golden target under the name of an architecture that our worker does not serve, see ``stand_ins``."""
+    return golden_target(folder, architectures=["OfSglangAloneForCausalLM"])
 
 
 def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:

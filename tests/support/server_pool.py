@@ -212,6 +212,11 @@ NO_SCRIPTS = {"PYTORCH_JIT": "0"}
 NO_SNAPSHOTS = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 """What a plain server on a CPU needs for recurrent states; DSPARK decides the same by itself."""
 
+HOST_MEMORY = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+)
+"""Has prefixes move to host memory, of which there is more than of the device's."""
 EIGHT_BITS = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a GPU of compute capability 8.9: SGLang's eight-bit caches on a CPU are for a backend of its own",
