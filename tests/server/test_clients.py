@@ -344,6 +344,7 @@ def test_an_example_runs(letters, name):
     run_example(name, letters.url)
 
 
+@pytest.mark.thorough
 def test_the_example_with_json_and_tools_runs(smollm2):
     run_example("json_and_tools.py", smollm2.url)
 

@@ -124,7 +124,7 @@ def test_a_tool_call_in_one_step_keeps_its_arguments(plain_parsers, parsers):
     assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole] == [("get_time", "{}")]
 
 
-@pytest.mark.parametrize("max_verify", [1, 2, 7])
+@pytest.mark.parametrize("max_verify", [2, 7])
 @pytest.mark.slow
 def test_reasoning_ends_at_its_mark_wherever_a_step_ends(plain_parsers, parsers, max_verify):
     body = chat(REASONING, 16)
@@ -133,7 +133,7 @@ def test_reasoning_ends_at_its_mark_wherever_a_step_ends(plain_parsers, parsers,
     assert joined(parsers, body | {"speculation": {"max_verify": max_verify}}) == expected
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3, 8, 13])
+@pytest.mark.parametrize("max_tokens", [1, 8])
 @pytest.mark.slow
 def test_reasoning_has_no_more_tokens_than_the_answer(plain_parsers, parsers, max_tokens):
     body = greedy(CASES[0]["prompt_ids"], max_tokens, require_reasoning=True)

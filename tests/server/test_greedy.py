@@ -110,18 +110,8 @@ def check_text(server, plain):
     assert output_ids(server, with_options(bodies), 16) == expected
 
 
-def test_text_under_the_policy_that_waits_for_a_steps_own_values(dspark, plain):
-    """All policies: tests/worker/test_eager_executor.py."""
-    bodies = mixed_bodies(18, seed=2)
-    expected = output_ids(plain, bodies, 16)
-    with policy(dspark, "early-stop"):
-        assert output_ids(dspark, bodies[:3], 1) == expected[:3]
-        assert output_ids(dspark, bodies, 16) == expected
-        assert output_ids(dspark, with_options(bodies), 8) == expected
-        assert dspark.get_json("/dspark/stats")["policy"] == "early-stop"
-
-
 def test_text_while_policies_change_under_load(dspark, plain):
+    """Each policy by itself: tests/worker/test_eager_executor.py."""
     bodies = mixed_bodies(27, seed=4)
     expected = output_ids(plain, bodies, 16)
     texts: list[list[int]] = []
@@ -131,17 +121,6 @@ def test_text_while_policies_change_under_load(dspark, plain):
             with policy(dspark, **settings):
                 thread.join(0.2)
     assert texts == expected
-
-
-def test_prefix_hit_keeps_the_accept_length(dspark):
-    """Draft K/V of a cached prefix is there as well: the second run is served from the cache and accepts as much."""
-    prompt = CASES[1]["prompt_ids"] * 3
-    dspark.flush_cache()
-    with policy(dspark, "static"):  # under auto the accept length follows measured times
-        first, second = (generate(dspark, [greedy(prompt, 48)], 1)[0]["meta_info"] for _ in range(2))
-    assert first["cached_tokens"] == 0
-    assert second["cached_tokens"] >= len(prompt) - 1
-    assert second["spec_accept_length"] == first["spec_accept_length"] > 2
 
 
 def test_abort_in_mid_stream(dspark, plain):

@@ -46,10 +46,6 @@ def test_rejected_drafts(hybrid, expected, name):
     assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
 
 
-def test_the_recurrence_is_named(hybrid):
-    assert hybrid.get_json("/dspark/capabilities")["target"]["recurrence"] == "GDN"
-
-
 def test_accepted_drafts(hybrid, plain_hybrid):
     """Texts of three tokens, which go on as they did before more often than not."""
     only = {"logit_bias": {str(token): 60 for token in (17, 40, 99)}}

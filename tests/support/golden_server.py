@@ -195,6 +195,17 @@ def assert_same_states(answer: dict[str, Any], expected: dict[str, Any], tol: fl
     torch.testing.assert_close(states_of(answer), states_of(expected), atol=tol, rtol=tol)
 
 
+def assert_nothing_was_awaited(server: LaunchedServer, began: int = 0) -> str:
+    """Assert that no step of an emulated GPU has read values back, and that nothing was compiled for a request.
+
+    Returns:
+        The log from its character ``began`` on.
+    """
+    log = server.log_path.read_text()[began:]
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+    return log
+
+
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
     """Return the token ids of :func:`generate`."""
     return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
