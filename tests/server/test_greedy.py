@@ -145,30 +145,27 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def distribution(parameters: dict[str, float], num_samples: int = NUM_SAMPLES) -> dict[Any, float]:
-    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / num_samples)
+def distribution(parameters: dict[str, float]) -> dict[Any, float]:
+    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
 
 
 def test_distribution_of_filtered_text(dspark):
-    """Every filter at once; the same sample is told from one without filters, and of half the temperature."""
-    assert len(distribution(KINDS["all"])) > 20  # cells
+    """Every filter at once, next to greedy requests, which neither disturb it nor are disturbed.
+
+    The same sample is told from one without filters, and of half the temperature.
+    """
+    expected, bodies = distribution(KINDS["all"]), [greedy(case["prompt_ids"], 64) for case in CASES]
+    assert len(expected) > 20  # cells
+    texts: list[list[int]] = []
     with policy(dspark, "static"), counting(dspark) as counts:
+        thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
         drawn = sample(dspark, KINDS["all"], NUM_SAMPLES)
-    assert p_value(drawn, distribution(KINDS["all"])) > ALPHA
+        thread.join()
+    assert texts == [case["output_ids"] for case in CASES]
+    assert p_value(drawn, expected) > ALPHA
     assert counts["accepted_tokens"] < 0.95 * counts["verified_tokens"]  # enough rejected for a wrong rule to show
     for wrong in ({"temperature": 0.5 * HOT}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
         assert p_value(drawn, distribution(KINDS["all"] | wrong)) < ALPHA
-
-
-def test_greedy_and_sampled_requests_share_batches(dspark, plain):
-    """Greedy text is not disturbed by sampled neighbours, nor their distribution by it."""
-    bodies = [greedy(case["prompt_ids"], 64) for case in CASES]
-    texts: list[list[int]] = []
-    thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
-    drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES // 2)
-    thread.join()
-    assert texts == output_ids(plain, bodies, 4)
-    assert p_value(drawn, distribution(KINDS["temperature"])) > ALPHA
 
 
 def seeded_bodies() -> list[dict[str, Any]]:

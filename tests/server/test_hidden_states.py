@@ -154,7 +154,7 @@ def test_budgets_end_thinking_as_in_steps_of_one_token(thinking, alone, request)
             assert not after or len(ids) > thought
     assert any(ids.index(THINK_END) == 11 for ids, *_ in expected if THINK_END in ids)
     with policy(thinking, "static"):
-        for max_verify in (1, 2, 7):
+        for max_verify in (2, 7):
             with counting(thinking) as counts:
                 assert texts(thinking, speculation={"max_verify": max_verify}) == expected
             drawn = sum(len(ids) - 1 for ids, *_ in expected)  # the first token of a text comes with its prompt

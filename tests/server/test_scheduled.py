@@ -33,6 +33,7 @@ TEXTS = [case["output_ids"] for case in CASES]
 LIMITS = ({}, {"enabled": False}, {"max_verify": 1}, {"max_verify": 3})
 
 
+@pytest.mark.thorough
 def test_what_ours_does_not_serve_is_left_as_it_comes(builtin):
     """Nothing of ours is there, and the stand-ins are right."""
     assert output_ids(builtin, GOLDEN, 1) == output_ids(builtin, GOLDEN, 6) == TEXTS

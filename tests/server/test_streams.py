@@ -72,7 +72,7 @@ def test_streams_are_the_text(name, route, request):
         return text, text_of(server.post_json(route, body_of(ids)))
 
     with policy(server, "static"), ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(both, prompts(12)))
+        found = list(pool.map(both, prompts(8)))
     assert [text for text, _ in found] == [text for _, text in found]
     assert any("界" in text for text, _ in found)
 
