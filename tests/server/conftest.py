@@ -29,7 +29,17 @@ from published_drafters import published_drafter
 from quantised_drafter import quantised_drafter
 from quantised_target import adapter_flags, int8_target
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
+from server_pool import (
+    LITERAL_FLAGS,
+    LITERALLY,
+    NO_SCRIPTS,
+    NO_SNAPSHOTS,
+    ON_GPU,
+    WHOLE_WINDOWS,
+    Flags,
+    Recipe,
+    ServerPool,
+)
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.scheduling.sts import StsCalibration
@@ -145,11 +155,7 @@ OF_BATCHES = partial(int8_target, scales={"self_attn": "batch", "mlp": "batch"})
 MOE = "Qwen3MoeForCausalLM"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
-GEMMA4_FLAGS = "--chunked-prefill-size 16" + (
-    "" if ON_GPU else " --attention-backend intel_amx --moe-runner-backend triton"
-)
-# SGLang has no attention for Gemma 4 on a CPU.
-LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
+GEMMA4_FLAGS = " ".join(("--chunked-prefill-size 16", *LITERAL_FLAGS))
 
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.

@@ -127,11 +127,9 @@ def test_the_dashboard_asks_for_what_prometheus_gets(guarded):
     [
         ({"policy": "auto"}, {}, 0, 7),
         ({"policy": "static"}, {"max_verify": 2}, 2, 2),
-        # The text goes round in circles: it may come to be sure of whole blocks.
-        ({"policy": "early-stop"}, {"preset": "none"}, 0, 7),
         ({"policy": "off"}, {}, 0, 0),
     ],
-    ids=["auto", "limit of a request", "early-stop", "off"],
+    ids=["auto", "limit of a request", "off"],
 )
 def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest, most):
     """SGLang's metrics and log agree, whatever verifies ``fewest`` to ``most`` drafts a round."""
