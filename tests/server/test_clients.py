@@ -5,11 +5,14 @@ OpenAI's client also sends a ``prediction``. The programs in ``examples`` are cl
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -301,8 +304,21 @@ def output_of(name: str, *arguments: Any, folder: Path = EXAMPLES) -> str:
 
 def run_example(name: str, *arguments: Any, **options: Any) -> None:
     """Run an example; its lines name and promise what those of its committed output do."""
+    assert_promised(name, output_of(name, *arguments, **options))
+
+
+def run_client(name: str, *arguments: Any) -> None:
+    """Do the same in this process, which has imported the client's library already."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        patch.setenv("NO_PROXY", "*")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert_promised(name, printed.getvalue())
+
+
+def assert_promised(name: str, printed: str) -> None:
     expected = (EXAMPLES / "output" / name).with_suffix(".txt").read_text()
-    assert shown(output_of(name, *arguments, **options)) == shown(expected)
+    assert shown(printed) == shown(expected)
 
 
 def shown(text: str) -> list[str]:
@@ -313,21 +329,21 @@ def shown(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["speculation_per_request.py", "log_probabilities.py", "several_turns.py"])
 def test_an_example_runs(letters, name):
-    run_example(name, letters.url)
+    run_client(name, letters.url)
 
 
 @pytest.mark.thorough
 def test_the_example_with_json_and_tools_runs(smollm2):
-    run_example("json_and_tools.py", smollm2.url)
+    run_client("json_and_tools.py", smollm2.url)
 
 
 def test_the_example_next_to_a_plain_server_runs(letters, plain_letters):
-    run_example("compare_with_plain.py", letters.url, plain_letters.url)
+    run_client("compare_with_plain.py", letters.url, plain_letters.url)
 
 
 def test_the_example_of_new_weights_runs(letters, tmp_path):
     try:
-        run_example("new_weights.py", tuned(tmp_path / "target"), letters.url)
+        run_client("new_weights.py", tuned(tmp_path / "target"), letters.url)
     finally:
         letters.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
 

@@ -66,7 +66,7 @@ def rounds_after(server, ids, number):
 def test_drafts_after_plain_steps(dspark):
     """Of a text while which the policy changes, and after a cached one: those after a prompt of the same tokens."""
     answers: list[dict[str, Any]] = []
-    body = endless(CASES[0]["prompt_ids"], 300, speculation=DRAFTER_ALONE)
+    body = endless(CASES[0]["prompt_ids"], 120, speculation=DRAFTER_ALONE)
     with policy(dspark, "off", pace_ms=PACE_MS):
         before = dspark.get_json("/dspark/stats")
         thread = in_background(lambda: answers.extend(generate(dspark, [body], 1)))
@@ -102,7 +102,7 @@ def test_text_without_overlap_with_chunked_prefill_in_pages_and_a_short_block(co
 
 
 def check_text(server, plain):
-    bodies = mixed_bodies(27, seed=1)
+    bodies = mixed_bodies(18, seed=1)
     expected = output_ids(plain, bodies, 16)
     with policy(server, "random"):
         assert output_ids(server, bodies[:4], 1) == expected[:4]
@@ -177,7 +177,7 @@ def seeded_bodies() -> list[dict[str, Any]]:
             "sampling_params": {
                 **kinds[i % len(kinds)],
                 "temperature": 1.5,
-                "max_new_tokens": 24,
+                "max_new_tokens": 16,
                 "sampling_seed": 1000 + i,
             },
         }
@@ -200,12 +200,12 @@ def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, d
     assert kept[1] < 0.8 * kept[0]  # a drafter that knows nothing
 
 
-def test_a_request_id_can_be_used_again_with_other_parameters(dspark, plain):
+def test_a_request_id_can_be_used_again_with_other_parameters(dspark):
     """Sampling parameters belong to the request, not to the id that the client chose for it."""
     hot = {"input_ids": PROMPT, "rid": "again", "sampling_params": {"temperature": 3.0, "max_new_tokens": 24}}
     cold = greedy(PROMPT, 24, rid="again")
-    expected = output_ids(plain, [greedy(PROMPT, 24)])
-    for _ in range(3):
+    expected = [CASES[2]["output_ids"][:24]]
+    for _ in range(2):
         assert output_ids(dspark, [hot]) != expected
         assert output_ids(dspark, [cold]) == expected
 

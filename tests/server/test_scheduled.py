@@ -65,7 +65,7 @@ def test_golden_texts(scheduled, name):
     ("name", "fields"),
     [
         ("auto", {}),
-        ("random", {}),
+        pytest.param("random", {}, marks=pytest.mark.thorough),
         *(pytest.param("static", {"verify_len": n}, marks=pytest.mark.thorough) for n in (1, 2, 5)),
     ],
 )

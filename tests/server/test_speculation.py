@@ -126,21 +126,21 @@ def test_slos_are_weighed_counted_and_answered(dspark):
     assert found["tpot_ms"] is None and found["least_tpot_ms"] > 0
 
 
-@pytest.mark.parametrize("name", ["auto", "static", "early-stop", "threshold"])
+@pytest.mark.parametrize("name", ["auto", "static", "threshold"])
 def test_blocks_go_on_after_the_drafters(letters, name):
     """Seven drafts of a block are the drafter's; eight more are copied where they follow a chain, whatever its source.
 
-    What the first texts show of their chains is learned. Where step times have a say, as in ``auto`` and
-    ``early-stop``, a table may say that no ninth row is worth its time.
+    What the first texts show of their chains is learned. Under ``auto``, step times may say that no ninth row is worth
+    its time.
     """
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES[:3]]
     bodies.append(endless(CASES[0]["prompt_ids"], 64, {"temperature": 0.2, "sampling_seed": 3}))
     with policy(letters, "static", verify_len=7):
         expected = output_ids(letters, bodies, 4)
-    traced_bodies = [{**body, "speculation": {"trace": True}} for body in bodies * 3]
+    traced_bodies = [{**body, "speculation": {"trace": True}} for body in bodies * 2]
     with policy(letters, name, **({"confidence_threshold": 0.3} if name == "threshold" else {})):
         answers = generate(letters, traced_bodies, 4)
-    assert [answer["output_ids"] for answer in answers] == expected * 3
+    assert [answer["output_ids"] for answer in answers] == expected * 2
     rounds = [entry for answer in answers for entry in rounds_of(answer)]
     if name in ("static", "threshold"):
         assert max(entry["accepted"] for entry in rounds) > 7
@@ -263,10 +263,12 @@ def test_odd_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     """And leave a neighbour's text alone."""
     bodies = [greedy(prompt, 32) for prompt in PROMPTS]
     expected = output_ids(plain_letters, bodies)
-    ours, theirs = (
-        [call(server, "/generate", body=greedy([5, 6, 7], 4, odd, return_logprob=True))[0] for odd in ODD]
-        for server in (letters, plain_letters)
-    )
+    asked = [greedy([5, 6, 7], 4, odd, return_logprob=True) for odd in ODD]
+    with ThreadPoolExecutor(8) as pool:
+        ours, theirs = (
+            [status for status, _ in pool.map(lambda body, server=server: call(server, "/generate", body=body), asked)]
+            for server in (letters, plain_letters)
+        )
     assert ours == theirs
     assert set(ours) == {200, 400}
     assert output_ids(letters, bodies) == expected
