@@ -3,8 +3,6 @@
 Only the server under test runs, and none is left behind.
 """
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from itertools import pairwise
 
 import psutil
 import pytest
+from fake_server import SleepingServer
 from serving.client import ReplyError
 from serving.configurations import (
     Configuration,
@@ -145,38 +144,7 @@ def test_sglangs_own_dspark_is_asked_for_without_ours():
         own.server_flags(None)
 
 
-PROGRAM = "import time\nwhile True: time.sleep(0.05)"
-
-
-class FakeServer:
-    """A process group in place of a server; SIGTERM, which a suspended process cannot handle, ends it."""
-
-    url, log_path = "http://nowhere", "server.log"
-
-    def __enter__(self):
-        self._process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
-        self.pid = self._process.pid
-        return self
-
-    def __exit__(self, *error):
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-            self.ended_by_itself = True
-        except subprocess.TimeoutExpired:
-            self.ended_by_itself = False
-            self._process.kill()
-            self._process.wait()
-
-    def suspend(self):
-        os.killpg(self.pid, signal.SIGSTOP)
-
-    def resume(self):
-        os.killpg(self.pid, signal.SIGCONT)
-
-    def log_tail(self):
-        return "last words"
-
+class Watched(SleepingServer):
     @property
     def is_suspended(self):
         return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
@@ -191,7 +159,7 @@ class FakeServer:
 
 @pytest.fixture
 def servers():
-    return {"a": FakeServer(), "b": FakeServer()}
+    return {"a": Watched(), "b": Watched()}
 
 
 def test_all_but_the_chosen_server_are_suspended(servers):
@@ -206,13 +174,13 @@ def test_all_but_the_chosen_server_are_suspended(servers):
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
 
 
-class Unstartable(FakeServer):
+class Unstartable(Watched):
     def __enter__(self):
         raise LaunchError("no room")
 
 
 def test_a_server_that_does_not_start_leaves_no_other_behind():
-    servers = {name: Unstartable() if name == "b" else FakeServer() for name in "abc"}
+    servers = {name: Unstartable() if name == "b" else Watched() for name in "abc"}
     with pytest.raises(LaunchError, match="no room"), Fleet(servers):
         pytest.fail("it started")
     assert [name for name, server in servers.items() if hasattr(server, "pid")] == ["a"]
@@ -220,7 +188,7 @@ def test_a_server_that_does_not_start_leaves_no_other_behind():
 
 
 def test_servers_that_start_together_do_without_one_that_fails():
-    servers = {name: Unstartable() if name in "bc" else FakeServer() for name in "abcd"}
+    servers = {name: Unstartable() if name in "bc" else Watched() for name in "abcd"}
     started = []
     with Fleet(servers | {"again": servers["b"]}, started.append, together=True) as fleet:
         assert fleet.failed.keys() == {"b", "c", "again"} and sorted(started) == [*"abcd"]
