@@ -258,6 +258,8 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     everything, path = cells_of(output), output / "sweep.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], lines[4][:30]]))  # three rows, and one that was being written
+    with (output / "requests.jsonl").open("a") as file:
+        file.write('{"config": "static:3", "conc')
     before, CountingServer.policies[:] = lines[1:4], []
     result, _ = sweep(*options)
     assert result.exit_code == 0, result.output
@@ -393,20 +395,6 @@ def test_files_hold_every_round_at_once_and_read_back(tmp_path):
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
     row = make_row(CELL, REPLIES, CpuTime(1, 0), accept_length=2.5)
     assert row.accept_length == 2.5 and row.verified is None
-
-
-def test_replies_of_complete_cells_are_kept_when_a_sweep_goes_on(tmp_path):
-    path, row = tmp_path / "requests.jsonl", make_row(CELL, REPLIES, *OBSERVED)
-    record = {"configurations": {}, "command": "", "started": "", "finished": None}
-    output = Output(tmp_path, dict(record))
-    output.write(CELL, row, REPLIES)
-    rows = (tmp_path / "sweep.csv").read_text()
-    output.write(replace(CELL, round=6), row, REPLIES)
-    (tmp_path / "sweep.csv").write_text(rows)  # of the second cell the row is missing, of the third most of its replies
-    with path.open("a") as file:
-        file.write('{"config": "s3", "conc')
-    assert Output(tmp_path, dict(record)).measured == {CELL.key}
-    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
 
 
 def test_counts_are_pooled_over_rounds_and_times_are_medians():
