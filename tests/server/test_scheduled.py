@@ -54,7 +54,7 @@ def check_golden_texts(server, options, name, **fields):
 
 
 @pytest.mark.parametrize(
-    "name", ["auto", "random", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("off", "early-stop"))]
+    "name", ["random", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("auto", "off", "early-stop"))]
 )
 def test_golden_texts(scheduled, name):
     """Under every kind of budget."""

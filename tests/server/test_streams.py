@@ -58,8 +58,15 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", ["corner", "scheduled"])
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        *(("corner", route) for route in ROUTES),
+        ("scheduled", "/generate"),
+        pytest.param("scheduled", "/v1/completions", marks=pytest.mark.thorough),
+        pytest.param("scheduled", "/v1/chat/completions", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.slow
 def test_streams_are_the_text(name, route, request):
     """It holds for our worker and SGLang's; without parsers and with; on ``/generate`` new text and all of it."""
