@@ -38,7 +38,7 @@ sys.path.append(str(TESTS / "support"))
 
 from family_targets import written_target  # noqa: E402
 from random_drafter import random_drafter  # noqa: E402
-from server_pool import NO_SNAPSHOTS, WHOLE_WINDOWS, Flags, Recipe, ServerPool, prepare_servers  # noqa: E402
+from server_pool import HOST_MEMORY, NO_SNAPSHOTS, WHOLE_WINDOWS, Flags, Recipe, ServerPool, prepare_servers  # noqa: E402
 
 GOLDEN = TESTS / "data" / "golden"
 POOL = 256
@@ -80,10 +80,6 @@ def _policy(name: str, *more: str) -> Kind:
     return Kind(("--speculative-dspark-schedule", name, *more))
 
 
-HOST_CACHE = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
 KINDS = {
     "static": Kind(),
     "auto": Kind(()),
@@ -98,7 +94,7 @@ KINDS = {
         (*Kind().ours, "--speculative-dspark-prompt-rows", "64"),
         ("--enable-mixed-chunk", "--chunked-prefill-size", "64"),
     ),
-    "host cache": Kind(both=HOST_CACHE),
+    "host cache": Kind(both=HOST_MEMORY),
     "sessions": Kind(both=("--enable-streaming-session",), sessions=True),
     "no drafter": Kind((), draft_free=True),
     "recurrent states": Kind(

@@ -4,10 +4,6 @@ They look at the rows of ``sweep.csv``, the log of requests, and the provenance.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -20,7 +16,7 @@ import psutil
 import pytest
 import sweep_concurrency
 from click.testing import CliRunner
-from fake_server import FakeServer, NotOk
+from fake_server import FakeServer, NotOk, SleepingServer
 from serving import profiles
 from serving import sweep as sweep_module
 from serving.client import Reply, ReplyError, Sampling, ask_all
@@ -35,10 +31,9 @@ from serving.schedule import Cell
 from sglang_dspark.tools import provenance
 
 
-class SleepingServer:
-    """A sleeping process group that stands for a server; the engine in this process answers for it."""
+class CountingServer(SleepingServer):
+    """One for which the engine in this process answers."""
 
-    url, log_path = "", "server.log"
     flags_seen, pids, policies = [], [], []
 
     def __init__(self, target, *flags, env=None):
@@ -46,21 +41,9 @@ class SleepingServer:
         self._rounds = 0
 
     def __enter__(self):
-        program = [sys.executable, "-c", "import time; time.sleep(600)"]
-        self._process = subprocess.Popen(program, start_new_session=True)
-        self.pid = self._process.pid
+        super().__enter__()
         self.pids.append(self.pid)
         return self
-
-    def __exit__(self, *error):
-        self._process.kill()
-        self._process.wait()
-
-    def suspend(self):
-        os.killpg(self.pid, signal.SIGSTOP)
-
-    def resume(self):
-        os.killpg(self.pid, signal.SIGCONT)
 
     def get_json(self, path):
         if path == "/server_info":
@@ -81,9 +64,6 @@ class SleepingServer:
     def post(self, path, body):
         assert path == "/start_profile" and body["num_steps"] == 3 and body["activities"] == ["CPU"]
         (Path(body["output_dir"]) / "TP-0.trace.json.gz").write_bytes(b"")
-
-    def log_tail(self):
-        return "last words"
 
 
 class Echo(FakeServer):
@@ -152,9 +132,9 @@ def sweep(tmp_path, monkeypatch):
     """Runs a sweep with the given options; returns click's result and the folder of results."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"prompt [{index}]"]}) + "\n" for index in range(9)))
-    monkeypatch.setattr(sweep_module, "LaunchedServer", SleepingServer)
+    monkeypatch.setattr(sweep_module, "LaunchedServer", CountingServer)
     monkeypatch.setattr(sweep_concurrency.signal, "signal", lambda *_: None)
-    for noted in (SleepingServer.flags_seen, SleepingServer.pids, SleepingServer.policies):
+    for noted in (CountingServer.flags_seen, CountingServer.pids, CountingServer.policies):
         noted.clear()
 
     # Others may edit and commit while the tests run.
@@ -163,7 +143,7 @@ def sweep(tmp_path, monkeypatch):
 
     def run(*options, engine=None):
         with engine or Echo() as answering:
-            SleepingServer.url = answering.url
+            CountingServer.url = answering.url
             arguments = ["--target", "folder/target", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
             return CliRunner().invoke(sweep_concurrency.main, [*arguments, *options]), tmp_path / "out"
 
@@ -192,7 +172,7 @@ def test_sweep_writes_every_cell(sweep):
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and (record["commit"], record["draft"]) == ("this", "draft")
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
-    assert len(SleepingServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in SleepingServer.pids)
+    assert len(CountingServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in CountingServer.pids)
 
 
 @pytest.mark.slow
@@ -200,10 +180,10 @@ def test_policies_share_a_server_and_are_switched_before_each_cell(sweep):
     configs = ("--config", "static:3", "--config", "threshold:0.5", "--config", "auto", "--config", "plain")
     result, _ = sweep(*configs, "--draft", "folder/draft", "--concurrency", "2", "--rounds", "1")
     assert result.exit_code == 0, result.output
-    assert len(SleepingServer.pids) == 2
-    assert not any("schedule" in flag for flags in SleepingServer.flags_seen for flag in flags)
+    assert len(CountingServer.pids) == 2
+    assert not any("schedule" in flag for flags in CountingServer.flags_seen for flag in flags)
     policies = {"policy": "static", "verify_len": 3}, {"policy": "threshold", "confidence_threshold": 0.5}
-    for switched in (SleepingServer.policies[:3], SleepingServer.policies[3:]):  # warm-up round, recorded round
+    for switched in (CountingServer.policies[:3], CountingServer.policies[3:]):  # warm-up round, recorded round
         assert sorted(map(str, switched)) == sorted(map(str, [*policies, {"policy": "auto"}]))
 
 
@@ -278,7 +258,9 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     everything, path = cells_of(output), output / "sweep.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], lines[4][:30]]))  # three rows, and one that was being written
-    before, SleepingServer.policies[:] = lines[1:4], []
+    with (output / "requests.jsonl").open("a") as file:
+        file.write('{"config": "static:3", "conc')
+    before, CountingServer.policies[:] = lines[1:4], []
     result, _ = sweep(*options)
     assert result.exit_code == 0, result.output
     assert "3 cells are measured already, 5 are left" in result.output
@@ -298,10 +280,10 @@ def test_other_terms_are_not_mixed(sweep):
     options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
     _, output = sweep(*options)
     before = (output / "sweep.csv").read_text()
-    SleepingServer.pids.clear()
+    CountingServer.pids.clear()
     result, _ = sweep(*options, *change, "--rounds", "2")
     assert result.exit_code == 1 and named in result.output and "choose another folder" in result.output
-    assert (output / "sweep.csv").read_text() == before and SleepingServer.pids == []
+    assert (output / "sweep.csv").read_text() == before and CountingServer.pids == []
 
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]
@@ -413,20 +395,6 @@ def test_files_hold_every_round_at_once_and_read_back(tmp_path):
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
     row = make_row(CELL, REPLIES, CpuTime(1, 0), accept_length=2.5)
     assert row.accept_length == 2.5 and row.verified is None
-
-
-def test_replies_of_complete_cells_are_kept_when_a_sweep_goes_on(tmp_path):
-    path, row = tmp_path / "requests.jsonl", make_row(CELL, REPLIES, *OBSERVED)
-    record = {"configurations": {}, "command": "", "started": "", "finished": None}
-    output = Output(tmp_path, dict(record))
-    output.write(CELL, row, REPLIES)
-    rows = (tmp_path / "sweep.csv").read_text()
-    output.write(replace(CELL, round=6), row, REPLIES)
-    (tmp_path / "sweep.csv").write_text(rows)  # of the second cell the row is missing, of the third most of its replies
-    with path.open("a") as file:
-        file.write('{"config": "s3", "conc')
-    assert Output(tmp_path, dict(record)).measured == {CELL.key}
-    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [5, 5]
 
 
 def test_counts_are_pooled_over_rounds_and_times_are_medians():

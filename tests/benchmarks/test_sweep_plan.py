@@ -3,8 +3,6 @@
 Only the server under test runs, and none is left behind.
 """
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from itertools import pairwise
 
 import psutil
 import pytest
+from fake_server import SleepingServer
 from serving.client import ReplyError
 from serving.configurations import (
     Configuration,
@@ -145,38 +144,7 @@ def test_sglangs_own_dspark_is_asked_for_without_ours():
         own.server_flags(None)
 
 
-PROGRAM = "import time\nwhile True: time.sleep(0.05)"
-
-
-class FakeServer:
-    """A process group in place of a server; SIGTERM, which a suspended process cannot handle, ends it."""
-
-    url, log_path = "http://nowhere", "server.log"
-
-    def __enter__(self):
-        self._process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
-        self.pid = self._process.pid
-        return self
-
-    def __exit__(self, *error):
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-            self.ended_by_itself = True
-        except subprocess.TimeoutExpired:
-            self.ended_by_itself = False
-            self._process.kill()
-            self._process.wait()
-
-    def suspend(self):
-        os.killpg(self.pid, signal.SIGSTOP)
-
-    def resume(self):
-        os.killpg(self.pid, signal.SIGCONT)
-
-    def log_tail(self):
-        return "last words"
-
+class Watched(SleepingServer):
     @property
     def is_suspended(self):
         return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
@@ -191,7 +159,7 @@ class FakeServer:
 
 @pytest.fixture
 def servers():
-    return {"a": FakeServer(), "b": FakeServer()}
+    return {"a": Watched(), "b": Watched()}
 
 
 def test_all_but_the_chosen_server_are_suspended(servers):
@@ -206,13 +174,13 @@ def test_all_but_the_chosen_server_are_suspended(servers):
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
 
 
-class Unstartable(FakeServer):
+class Unstartable(Watched):
     def __enter__(self):
         raise LaunchError("no room")
 
 
 def test_a_server_that_does_not_start_leaves_no_other_behind():
-    servers = {name: Unstartable() if name == "b" else FakeServer() for name in "abc"}
+    servers = {name: Unstartable() if name == "b" else Watched() for name in "abc"}
     with pytest.raises(LaunchError, match="no room"), Fleet(servers):
         pytest.fail("it started")
     assert [name for name, server in servers.items() if hasattr(server, "pid")] == ["a"]
@@ -220,7 +188,7 @@ def test_a_server_that_does_not_start_leaves_no_other_behind():
 
 
 def test_servers_that_start_together_do_without_one_that_fails():
-    servers = {name: Unstartable() if name in "bc" else FakeServer() for name in "abcd"}
+    servers = {name: Unstartable() if name in "bc" else Watched() for name in "abcd"}
     started = []
     with Fleet(servers | {"again": servers["b"]}, started.append, together=True) as fleet:
         assert fleet.failed.keys() == {"b", "c", "again"} and sorted(started) == [*"abcd"]
@@ -237,30 +205,19 @@ def test_failed_request_shows_the_log_and_servers_are_stopped(servers):
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
 
 
-def test_cpu_time_counts_the_server_and_not_this_process():
-    program = "x = 0\nwhile True: x += 1"
-    with subprocess.Popen([sys.executable, "-c", program]) as busy:
-        try:
-            before = CpuTime.read(busy.pid)
-            deadline = time.monotonic() + 60
-            while (used := CpuTime.read(busy.pid) - before).server_s < 0.2 and time.monotonic() < deadline:
-                time.sleep(0.02)
-        finally:
-            busy.kill()
-    assert used.server_s >= 0.2
-
-
-def test_what_another_process_uses_counts_as_others():
-    idle = ["sleep", "300"]  # whose start takes next to no time
+@pytest.mark.parametrize("is_server", [True, False])
+def test_cpu_time_is_the_servers_or_that_of_others(is_server):
+    """Of an idle process, whose start takes next to no time, and a busy one."""
     busy = [sys.executable, "-c", "while True: pass"]
-    with subprocess.Popen(idle) as server, subprocess.Popen(busy) as other:
+    with subprocess.Popen(["sleep", "300"]) as idle, subprocess.Popen(busy) as other:
         try:
+            server = other if is_server else idle
             before = CpuTime.read(server.pid)
-            deadline = time.monotonic() + 60
-            while (used := CpuTime.read(server.pid) - before).others_s < 0.2 and time.monotonic() < deadline:
+            deadline, name = time.monotonic() + 60, "server_s" if is_server else "others_s"
+            while getattr(used := CpuTime.read(server.pid) - before, name) < 0.2 and time.monotonic() < deadline:
                 time.sleep(0.02)
         finally:
-            server.kill()
+            idle.kill()
             other.kill()
-    assert used.others_s >= 0.2
-    assert used.server_s < 0.2
+    assert getattr(used, name) >= 0.2
+    assert is_server or used.server_s < 0.2

@@ -16,7 +16,6 @@ from golden_server import (
     CHECKS_ORDER,
     DRAFT,
     DSPARK,
-    GUARDED,
     PLANTED_FAULTS,
     PROPOSED,
     TARGET,
@@ -30,7 +29,17 @@ from published_drafters import published_drafter
 from quantised_drafter import quantised_drafter
 from quantised_target import adapter_flags, int8_target
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import NO_SCRIPTS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Flags, Recipe, ServerPool
+from server_pool import (
+    LITERAL_FLAGS,
+    LITERALLY,
+    NO_SCRIPTS,
+    NO_SNAPSHOTS,
+    ON_GPU,
+    WHOLE_WINDOWS,
+    Flags,
+    Recipe,
+    ServerPool,
+)
 
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.scheduling.sts import StsCalibration
@@ -146,11 +155,7 @@ OF_BATCHES = partial(int8_target, scales={"self_attn": "batch", "mlp": "batch"})
 MOE = "Qwen3MoeForCausalLM"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 GEMMA4_12B = "Gemma4UnifiedForConditionalGeneration"
-GEMMA4_FLAGS = "--chunked-prefill-size 16" + (
-    "" if ON_GPU else " --attention-backend intel_amx --moe-runner-backend triton"
-)
-# SGLang has no attention for Gemma 4 on a CPU.
-LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
+GEMMA4_FLAGS = " ".join(("--chunked-prefill-size 16", *LITERAL_FLAGS))
 
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
@@ -184,7 +189,9 @@ SERVERS: dict[str, Recipe] = {
     # Options in a file that no other server has, and variables of a Kubernetes Service with the plugin's name.
     "configured": Recipe((_configured, "--max-running-requests 2"), env=OF_A_SERVICE),
     "target_only": Recipe((_drafter(damaged_drafter), "--speculative-dspark-fallback target-only")),
-    "guarded": Recipe(GUARDED),
+    "guarded": Recipe(
+        (*DSPARK, "--enable-metrics --chat-template chatml --api-key user-key --admin-api-key admin-key")
+    ),
     # Blocks longer than the drafter's, whose last slots are copied; prompts next to running requests, under overlap.
     # The tokenizer knows a token more than the target.
     "letters": Recipe(

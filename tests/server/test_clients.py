@@ -5,11 +5,15 @@ OpenAI's client also sends a ``prediction``. The programs in ``examples`` are cl
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import openai
 import pytest
 from family_targets import TOOL_CALL, spoken_target
 from golden_replay import tuned
-from golden_server import DRAFT, TARGET, call, counting, greedy, policy
+from golden_server import DRAFT, TARGET, counting, greedy, policy, refused
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, free_port
 
@@ -129,11 +133,11 @@ Turn = tuple[str, list[tuple[str, str]]]
 """Text, and names and arguments of the tools that were called."""
 
 
-def openai_agent(server: LaunchedServer, turns: int) -> list[Turn]:
-    """Call tools and answer their calls; without one, go on asking."""
+def agent(server: LaunchedServer) -> list[Turn]:
+    """Return the turns of a client that answers calls of tools; without one, it goes on asking."""
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
     transcript: list[Turn] = []
-    for turn in range(turns):
+    for turn in range(4):
         # After these tokens the target writes a call.
         extra = {"separate_reasoning": False} | ({"input_ids": TOOL_CALL} if turn == 0 else {})
         asked = {"model": "m", "temperature": 0, "max_tokens": 7 if turn == 0 else 24, "tools": TOOLS}
@@ -143,49 +147,17 @@ def openai_agent(server: LaunchedServer, turns: int) -> list[Turn]:
         transcript.append((said.content or "", [(call.function.name, call.function.arguments) for call in calls]))
         kept = {"tool_calls": [call.model_dump() for call in calls]} if calls else {}
         messages.append({"role": "assistant", "content": said.content or "", **kept})
-        messages += _answers(calls) or [{"role": "user", "content": f"and the lamp {turn}"}]
-    return transcript
-
-
-def _answers(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{"role": "tool", "tool_call_id": call.id, "content": "the red lamp"} for call in calls]
-
-
-def anthropic_agent(server: LaunchedServer, turns: int) -> list[Turn]:
-    """Talk for so many turns, with tools and a system text."""
-    tools = [{"name": "get_time", "description": "Tell the time.", "input_schema": NO_ARGUMENTS}]
-    messages: list[Any] = [{"role": "user", "content": PROMPT}]
-    transcript: list[Turn] = []
-    for turn in range(turns):
-        answer = anthropic_client(server).messages.create(
-            model="m",
-            max_tokens=24,
-            system="the dog",
-            messages=messages,
-            tools=tools,
-            extra_body={"temperature": 0},
-        )
-        text = "".join(getattr(block, block.type) for block in answer.content if block.type in ("text", "thinking"))
-        calls = [block for block in answer.content if block.type == "tool_use"]
-        transcript.append((text, [(call.name, json.dumps(call.input)) for call in calls]))
-        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content] or "the"})
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "the red lamp"} for call in calls]
-        messages.append({"role": "user", "content": results or f"and the lamp {turn}"})
+        answers = [{"role": "tool", "tool_call_id": call.id, "content": "the red lamp"} for call in calls]
+        messages += answers or [{"role": "user", "content": f"and the lamp {turn}"}]
     return transcript
 
 
 def test_an_agent_with_tools_has_the_transcript_of_the_plain_server(parsers, plain_parsers):
     with counting(parsers) as counts:
-        transcript = openai_agent(parsers, turns=4)
-    assert transcript == openai_agent(plain_parsers, turns=4)
+        transcript = agent(parsers)
+    assert transcript == agent(plain_parsers)
     assert transcript[0][1] == [("get_time", "{}")]
     assert counts["accepted_tokens"] > 0
-
-
-def test_an_agent_of_anthropics_client_has_the_transcript_of_the_plain_server(parsers, plain_parsers):
-    transcript = anthropic_agent(parsers, turns=4)
-    assert transcript == anthropic_agent(plain_parsers, turns=4)
-    assert any(text for text, _ in transcript)
 
 
 def test_what_sglangs_benchmark_prints(letters):
@@ -205,18 +177,16 @@ def test_what_sglangs_benchmark_prints(letters):
     assert state["avg_spec_accept_length"] == pytest.approx(letters.get_json("/dspark/stats")["accept_length"], rel=0.3)
 
 
-QUESTION, LENGTH = "the dog видит 猫, 고양이, قطة 🐈", 48
+LENGTH = 48
+CHAT = {"model": "m", "max_tokens": LENGTH, "temperature": 0, "messages": [{"role": "user", "content": PROMPT}]}
 
 
 def asked(server: LaunchedServer, stream: bool, **fields: Any) -> tuple[str, Any]:
     """The text of an answer, and its usage."""
-    body = {"model": "m", "max_tokens": LENGTH, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
-    body["extra_body"] = {"ignore_eos": True}
     if stream:
         fields["stream_options"] = {"include_usage": True}
-    http = httpx.Client(trust_env=False)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", http_client=http, max_retries=0)
-    answer = client.chat.completions.create(**body, **fields, stream=stream)
+    how = {"extra_body": {"ignore_eos": True}, "stream": stream}
+    answer = openai_client(server).chat.completions.create(**CHAT, **how, **fields)
     if not stream:
         return answer.choices[0].message.content, answer.usage
     chunks = list(answer)
@@ -229,7 +199,12 @@ def content(text: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def expected(plain_letters: LaunchedServer) -> str:
-    return asked(plain_letters, False)[0]
+    return unpredicted(plain_letters)
+
+
+@cache
+def unpredicted(server: LaunchedServer) -> str:
+    return asked(server, False)[0]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -246,23 +221,21 @@ def test_a_predicted_text_is_accepted_and_counted(letters, expected, stream):
         assert details.rejected_prediction_tokens >= 0
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_where_the_text_leaves_its_prediction_drafts_are_rejected(letters, expected, stream):
+def test_where_the_text_leaves_its_prediction_drafts_are_rejected(letters, expected):
     with policy(letters, "static"):
-        text, usage = asked(letters, stream, prediction=content(expected[:24] + "☂" * 24))
+        text, usage = asked(letters, True, prediction=content(expected[:24] + "☂" * 24))
     details = usage.completion_tokens_details
     assert text == expected
     assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens > 0
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     "predicted",
     ["", [], "совсем другое: 猫 고양이 قطة", "\u200b", "a" * 32768],
     ids=["nothing", "no part", "other", "blank", "long"],
 )
-def test_whatever_is_predicted_the_text_is_the_same(letters, expected, stream, predicted):
-    text, usage = asked(letters, stream, prediction=content(predicted))
+def test_whatever_is_predicted_the_text_is_the_same(letters, expected, predicted):
+    text, usage = asked(letters, False, prediction=content(predicted))
     details = usage.completion_tokens_details
     assert text == expected
     assert details.accepted_prediction_tokens < LENGTH / 2 and details.rejected_prediction_tokens >= 0
@@ -277,10 +250,9 @@ def test_an_answer_without_a_prediction_has_no_counts(letters, expected):
 
 
 def test_several_samples_are_counted_together(letters, expected):
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "ignore_eos": True}
-    body |= {"max_tokens": LENGTH, "n": 3, "prediction": content(expected)}
+    body = CHAT | {"ignore_eos": True, "n": 3, "prediction": content(expected)}
     with policy(letters, "static"):
-        found = json.loads(call(letters, "/v1/chat/completions", body=body)[1])
+        found = letters.post_json("/v1/chat/completions", body)
     assert [choice["message"]["content"] for choice in found["choices"]] == [expected] * 3
     details = found["usage"]["completion_tokens_details"]
     assert 2 * LENGTH < details["accepted_prediction_tokens"] < 3 * LENGTH
@@ -301,19 +273,16 @@ def test_several_samples_are_counted_together(letters, expected):
 )
 def test_a_bad_prediction_is_refused_by_name(letters, predicted, named):
     """The name is that of the field which the client sent."""
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
     for stream in (False, True):
-        status, text = call(letters, "/v1/chat/completions", body=body | {"prediction": predicted, "stream": stream})
-        assert status == 400
+        text = refused(letters, "/v1/chat/completions", CHAT | {"prediction": predicted, "stream": stream})
         assert named in text and "speculation" not in text and ("prediction " in text or "surrogate" in named)
 
 
 def test_tokens_that_the_target_does_not_have_are_left_out(letters):
-    body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": LENGTH, "temperature": 0}
-    plain = letters.post_json("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    plain = letters.post_json("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"]
     predicted = content("<beyond>" + plain + "<beyond>")
     with policy(letters, "static"):
-        found = letters.post_json("/v1/chat/completions", body | {"prediction": predicted})
+        found = letters.post_json("/v1/chat/completions", CHAT | {"prediction": predicted})
     assert found["choices"][0]["message"]["content"] == plain
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
@@ -335,8 +304,21 @@ def output_of(name: str, *arguments: Any, folder: Path = EXAMPLES) -> str:
 
 def run_example(name: str, *arguments: Any, **options: Any) -> None:
     """Run an example; its lines name and promise what those of its committed output do."""
+    assert_promised(name, output_of(name, *arguments, **options))
+
+
+def run_client(name: str, *arguments: Any) -> None:
+    """Do the same in this process, which has imported the client's library already."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        patch.setenv("NO_PROXY", "*")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert_promised(name, printed.getvalue())
+
+
+def assert_promised(name: str, printed: str) -> None:
     expected = (EXAMPLES / "output" / name).with_suffix(".txt").read_text()
-    assert shown(output_of(name, *arguments, **options)) == shown(expected)
+    assert shown(printed) == shown(expected)
 
 
 def shown(text: str) -> list[str]:
@@ -347,20 +329,21 @@ def shown(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["speculation_per_request.py", "log_probabilities.py", "several_turns.py"])
 def test_an_example_runs(letters, name):
-    run_example(name, letters.url)
+    run_client(name, letters.url)
 
 
+@pytest.mark.thorough
 def test_the_example_with_json_and_tools_runs(smollm2):
-    run_example("json_and_tools.py", smollm2.url)
+    run_client("json_and_tools.py", smollm2.url)
 
 
 def test_the_example_next_to_a_plain_server_runs(letters, plain_letters):
-    run_example("compare_with_plain.py", letters.url, plain_letters.url)
+    run_client("compare_with_plain.py", letters.url, plain_letters.url)
 
 
 def test_the_example_of_new_weights_runs(letters, tmp_path):
     try:
-        run_example("new_weights.py", tuned(tmp_path / "target"), letters.url)
+        run_client("new_weights.py", tuned(tmp_path / "target"), letters.url)
     finally:
         letters.post_json("/update_weights_from_disk", {"model_path": str(TARGET)})
 

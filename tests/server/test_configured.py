@@ -5,7 +5,6 @@ Sessions, streams and errors are those of a plain server.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import urllib.error
@@ -19,11 +18,13 @@ from golden_server import (
     PROPOSED,
     call,
     endless,
+    events,
     generate,
     greedy,
     in_background,
     output_ids,
     policy,
+    refused,
     rounds_of,
     wait_for_running,
 )
@@ -62,8 +63,7 @@ def test_every_answer_says_whether_the_servers_slo_was_met(configured):
     slos = [answer["meta_info"]["dspark_slo"] for answer in generate(configured, bodies, RUNNING)]
     assert [(slo["slo_tpot_ms"], slo["outcome"]) for slo in slos] == [(9000.0, "met"), (0.2, "infeasible")]
     assert configured.get_json("/dspark/capabilities")["slo"]["tpot_ms"] == 9000.0
-    status, said = call(configured, "/generate", body={**bodies[1], "speculation": {"tpot_ms": 0.1}})
-    assert status == 400
+    said = refused(configured, "/generate", {**bodies[1], "speculation": {"tpot_ms": 0.1}})
     assert "speculation.tpot_ms=0.1 is less" in said and "--speculative-dspark-min-tpot-ms=0.2" in said
 
 
@@ -84,11 +84,10 @@ def test_the_drafter_proposes_what_the_list_has(configured):
 
 def test_chunks_come_at_the_interval_of_the_server(configured):
     """A chunk ends with the step that completes the interval, of eight tokens at most."""
-    lines = call(configured, "/generate", body=endless(CASES[0]["prompt_ids"], 65, stream=True))[1].split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    chunks = events(configured, "/generate", endless(CASES[0]["prompt_ids"], 65))
     lengths = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
     assert lengths[-1] == 65 and len(lengths) <= 10
-    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(lengths[:-1]))
+    assert all(later - earlier >= 8 for earlier, later in pairwise(lengths[:-1]))
 
 
 def test_a_request_of_higher_priority_goes_first(configured, plain):
@@ -158,9 +157,7 @@ def test_a_turn_may_replace_others(dspark):
 
 def streamed(server, interval):
     """Return the length of the text in every message of its stream."""
-    body = greedy(CASES[0]["prompt_ids"], 64, {"stream_interval": interval}, stream=True)
-    lines = call(server, "/generate", body=body)[1].split("\n\n")
-    answers = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    answers = events(server, "/generate", greedy(CASES[0]["prompt_ids"], 64, {"stream_interval": interval}))
     return [answer["meta_info"]["completion_tokens"] for answer in answers]
 
 

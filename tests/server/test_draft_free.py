@@ -5,9 +5,6 @@ Texts that have parts go through parsers, Ollama and ends of a text as on the pl
 
 from __future__ import annotations
 
-import json
-import urllib.error
-
 import pytest
 from family_targets import END, REASONING, TOOL_CALL
 from golden_server import (
@@ -15,12 +12,12 @@ from golden_server import (
     assert_pool_is_whole,
     call,
     counting,
-    generate,
+    events,
     greedy,
     mixed_bodies,
     output_ids,
-    policy,
-    rounds_of,
+    refused,
+    traced,
     with_options,
 )
 
@@ -32,25 +29,22 @@ def without_confidence(bodies):
     return bodies
 
 
-@pytest.mark.parametrize("name", ["auto", pytest.param("off", marks=pytest.mark.thorough)])
-def test_text_equals_the_target_alone(draft_free, plain, name):
+def test_text_equals_the_target_alone(draft_free, plain):
     bodies = mixed_bodies(36, seed=21)
     expected = output_ids(plain, bodies, 16)
-    with counting(draft_free) as counts, policy(draft_free, name):
+    with counting(draft_free) as counts:
         assert output_ids(draft_free, without_confidence(with_options(bodies[:9])), 1) == expected[:9]
         assert output_ids(draft_free, without_confidence(with_options(bodies)), 16) == expected
-    assert (counts["copied_tokens"] > 0) == (name == "auto")
-    assert counts["copied_tokens"] == counts["verified_tokens"]
+    assert counts["copied_tokens"] == counts["verified_tokens"] > 0
     assert counts["drafted_tokens"] == 0
     assert_pool_is_whole(draft_free)
 
 
 def test_only_presets_speculate(draft_free):
     def verified(**options):
-        body = greedy(CASES[0]["prompt_ids"], 64, speculation={"trace": True, **options})
-        [answer] = generate(draft_free, [body], 1)
+        answer, rounds = traced(draft_free, greedy(CASES[0]["prompt_ids"], 64), **options)
         assert answer["output_ids"] == CASES[0]["output_ids"]
-        return [entry["verified"] for entry in rounds_of(answer)]
+        return [entry["verified"] for entry in rounds]
 
     assert set(verified()) == {0}
     rounds = verified(preset="summarization")
@@ -66,10 +60,7 @@ def test_only_presets_speculate(draft_free):
     ],
 )
 def test_what_needs_a_drafter_is_refused(draft_free, path, body, named):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        draft_free.post_json(path, body)
-    assert caught.value.code == 400
-    assert named in caught.value.read().decode()
+    assert named in refused(draft_free, path, body)
 
 
 def test_capabilities_without_a_drafter(draft_free):
@@ -88,10 +79,8 @@ def test_routes_behind_a_proxy(draft_free):
     """The proxy takes its prefix off, and the application sees it all the same."""
     assert call(draft_free, "/dspark")[0] == 200
     assert call(draft_free, "/dspark/stats")[0] == 200
-    status, answer = call(draft_free, "/generate", body=greedy([5, 6], 2, speculation={"no_such_key": 1}))
-    assert status == 400
-    assert "no_such_key" in answer
-    assert call(draft_free, "/pd_role_switch", body={})[0] == 400
+    assert "no_such_key" in refused(draft_free, "/generate", greedy([5, 6], 2, speculation={"no_such_key": 1}))
+    assert refused(draft_free, "/pd_role_switch", {})
 
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
@@ -105,14 +94,6 @@ def chat(input_ids, max_tokens, **more):
 
 
 ASK_FOR_TOOL = chat(TOOL_CALL, 7, tools=TOOLS, separate_reasoning=False)
-
-
-def events(server, route, body):
-    """The JSON messages of a stream, of server-sent events or of lines."""
-    status, text = call(server, route, body=body | {"stream": True})
-    assert status == 200, text
-    lines = (line.removeprefix("data: ") for line in text.splitlines())
-    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def deltas(server, body):
@@ -140,7 +121,7 @@ def test_a_tool_call_in_one_step_keeps_its_arguments(plain_parsers, parsers):
     assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole] == [("get_time", "{}")]
 
 
-@pytest.mark.parametrize("max_verify", [1, 2, 7])
+@pytest.mark.parametrize("max_verify", [2, 7])
 @pytest.mark.slow
 def test_reasoning_ends_at_its_mark_wherever_a_step_ends(plain_parsers, parsers, max_verify):
     body = chat(REASONING, 16)
@@ -149,7 +130,7 @@ def test_reasoning_ends_at_its_mark_wherever_a_step_ends(plain_parsers, parsers,
     assert joined(parsers, body | {"speculation": {"max_verify": max_verify}}) == expected
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3, 8, 13])
+@pytest.mark.parametrize("max_tokens", [1, 8])
 @pytest.mark.slow
 def test_reasoning_has_no_more_tokens_than_the_answer(plain_parsers, parsers, max_tokens):
     body = greedy(CASES[0]["prompt_ids"], max_tokens, require_reasoning=True)

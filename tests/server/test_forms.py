@@ -31,16 +31,20 @@ from golden_server import (
 )
 from quantised_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
-from server_pool import EIGHT_BITS, NO_SNAPSHOTS, ON_GPU, WHOLE_WINDOWS, Recipe, ServerPool
+from server_pool import (
+    EIGHT_BITS,
+    HOST_MEMORY,
+    LITERAL_FLAGS,
+    LITERALLY,
+    NO_SNAPSHOTS,
+    WHOLE_WINDOWS,
+    Recipe,
+    ServerPool,
+)
 
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
-# Prefixes move to host memory, of which there is more than of the device's.
-HOST_MEMORY = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,6 @@ class Form:
         return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
-# SGLang lacks such attention on a CPU.
-LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
-LITERAL_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"flat": 8.0}
 # Of targets whose LM head is the embedding, which says the last token again.

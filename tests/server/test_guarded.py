@@ -127,11 +127,9 @@ def test_the_dashboard_asks_for_what_prometheus_gets(guarded):
     [
         ({"policy": "auto"}, {}, 0, 7),
         ({"policy": "static"}, {"max_verify": 2}, 2, 2),
-        # The text goes round in circles: it may come to be sure of whole blocks.
-        ({"policy": "early-stop"}, {"preset": "none"}, 0, 7),
         ({"policy": "off"}, {}, 0, 0),
     ],
-    ids=["auto", "limit of a request", "early-stop", "off"],
+    ids=["auto", "limit of a request", "off"],
 )
 def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest, most):
     """SGLang's metrics and log agree, whatever verifies ``fewest`` to ``most`` drafts a round."""
@@ -238,12 +236,11 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["random", pytest.param("auto", marks=pytest.mark.thorough)])
-def test_everything_together_equals_a_literal_loop(dspark, name):
+def test_everything_together_equals_a_literal_loop(dspark):
     """Penalties of all kinds at once, whose order the plain server leaves open, and grammars."""
     decoder = LiteralDecoder()
-    bodies = [greedy(prompt, 40, parameters) for prompt in PROMPTS for parameters in ({}, *TOGETHER)]
-    with policy(dspark, name):
+    bodies = [greedy(PROMPTS[0], 40, parameters) for parameters in ({}, *TOGETHER)]
+    with policy(dspark, "random"):
         texts = output_ids(dspark, bodies, 6)
     for request, tokens in zip(bodies, texts, strict=True):
         parameters = {k: v for k, v in request["sampling_params"].items() if k in {key for t in TOGETHER for key in t}}
@@ -252,16 +249,16 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
 
 def test_seeded_text_under_adjustments_does_not_depend_on_policy_or_load(dspark):
     bodies = []
-    for i, prompt in enumerate(PROMPTS * 4):
+    for i, prompt in enumerate(PROMPTS * 3):
         regex = {"regex": "(red|blue|cat|dog|small)+"} if i % 2 else {}
         parameters = {"temperature": 1.5, "sampling_seed": i, "frequency_penalty": 0.5, **regex}
         bodies.append(greedy(prompt, 24, parameters))
     texts = []
-    for name, concurrency in (("off", 1), ("random", 8), ("auto", 4)):
+    for name, concurrency in (("off", 1), ("random", 8)):
         with policy(dspark, name):
             texts.append(output_ids(dspark, bodies, concurrency))
-    assert texts[0] == texts[1] == texts[2]
-    assert len({tuple(text) for text in texts[0]}) > 5
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts[0]}) > 4
 
 
 def test_requests_with_features_are_drafted_too(dspark):

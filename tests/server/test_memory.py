@@ -5,7 +5,6 @@ One target keeps recurrent states, and its steps are replayed: see ``hybrid_grap
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -19,6 +18,7 @@ from golden_server import (
     PACE_MS,
     VOCAB,
     assert_cut_at_the_limit,
+    assert_nothing_was_awaited,
     assert_pool_is_whole,
     beginning_alike,
     call,
@@ -27,12 +27,16 @@ from golden_server import (
     generate,
     greedy,
     in_background,
+    last_answer,
+    outcomes_of,
     output_ids,
     policy,
     prompts,
+    refused,
     states_of,
     together,
     wait_for_running,
+    while_running,
     with_options,
 )
 
@@ -41,9 +45,7 @@ PROMPTS = [case["prompt_ids"] for case in CASES[:3]]
 
 def rounds(answers):
     """Return the texts, and what was drafted for them and accepted."""
-    traces = [[entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None] for answer in answers]
-    told = [[(entry["start"], entry["draft"], entry["accepted"]) for entry in trace] for trace in traces]
-    return [(answer["output_ids"], trace) for answer, trace in zip(answers, told, strict=True)]
+    return [(answer["output_ids"], outcomes_of(answer)) for answer in answers]
 
 
 def asleep(server, asked, *steps):
@@ -59,56 +61,44 @@ def asleep(server, asked, *steps):
     return answers
 
 
-def test_a_server_sleeps_and_wakes(dspark):
-    """Nothing is given away without ``--enable-memory-saver``; a plain server would answer all the while."""
-    with policy(dspark, "static"):
-        assert_sleeps_and_wakes(dspark)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("dspark", 20),
+        pytest.param("saving", 20, marks=pytest.mark.thorough),
+        pytest.param("graphs_saving", 5, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_server_sleeps_and_wakes(request, name, tokens):
+    """Nothing is given away without ``--enable-memory-saver``; a plain server would answer all the while.
 
-
-@pytest.mark.thorough
-def test_what_was_away_comes_back(saving):
-    """Eager steps of a drafter whose weights and K/V were overwritten, all but what the host keeps.
-
-    Its weights are random: those of a file are no allocation on a CPU.
+    Where it is, eager and captured steps find weights and K/V that were overwritten, all but what the host keeps. The
+    drafter's weights are random there: those of a file are no allocation on a CPU.
     """
-    with policy(saving, "static"):
-        assert_sleeps_and_wakes(saving)
-
-
-@pytest.mark.thorough
-def test_captured_steps_find_what_was_away(graphs_saving):
-    with policy(graphs_saving, "static"):
-        assert_sleeps_and_wakes(graphs_saving, tokens=5)
-
-
-def assert_sleeps_and_wakes(server, tokens=20):
+    server = request.getfixturevalue(name)
     asked = [endless(prompt, tokens, speculation=DRAFTER_ALONE) for prompt in PROMPTS]
-    before = rounds(generate(server, asked, 3))
-    assert call(server, "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})[0] == 200
-    assert call(server, "/release_memory_occupation", body={})[0] == 200  # what is left
-    answers = asleep(
-        server,
-        asked,
-        ("/resume_memory_occupation", {"tags": ["weights"]}),
-        ("/continue_generation", {}),
-        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
-    )
+    with policy(server, "static"):
+        before = rounds(generate(server, asked, 3))
+        assert call(server, "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})[0] == 200
+        assert call(server, "/release_memory_occupation", body={})[0] == 200  # what is left
+        answers = asleep(
+            server,
+            asked,
+            ("/resume_memory_occupation", {"tags": ["weights"]}),
+            ("/continue_generation", {}),
+            ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+        )
     assert rounds(answers) == before
     assert call(server, "/resume_memory_occupation", body={})[0] == 200  # nothing is away
 
 
 def test_running_requests_keep_the_memory(dspark):
     """A plain server would end, and also over the tag."""
-    answers = []
-    with policy(dspark, "off", pace_ms=PACE_MS):
-        running = in_background(lambda: answers.extend(generate(dspark, [endless([5, 6, 7], 900)], 1)))
-        wait_for_running(dspark, 1)
-        status, said = call(dspark, "/release_memory_occupation", body={})
-    running.join()
-    assert status == 400 and "requests are running" in said and len(answers[0]["output_ids"]) == 900
+    with policy(dspark, "off", pace_ms=PACE_MS), while_running(dspark, endless([5, 6, 7], 900)):
+        assert "requests are running" in refused(dspark, "/release_memory_occupation", {})
     for path in ("release", "resume"):
-        status, said = call(dspark, f"/{path}_memory_occupation", body={"tags": ["hope"]})
-        assert status == 400 and "tags=['hope']" in said and "kv_cache, weights, cuda_graph" in said
+        said = refused(dspark, f"/{path}_memory_occupation", {"tags": ["hope"]})
+        assert "tags=['hope']" in said and "kv_cache, weights, cuda_graph" in said
 
 
 def test_memory_is_released_right_after_requests(dspark):
@@ -174,22 +164,7 @@ def test_turns_begin_at_a_state_that_a_replay_has_stored(hybrid_graphs, model):
 @pytest.mark.thorough
 def test_nothing_is_read_back_or_compiled(hybrid_graphs):
     """The log covers the tests above."""
-    log = hybrid_graphs.log_path.read_text()
-    assert "forms of kernels compiled at start-up" in log
-    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
-
-
-@pytest.mark.parametrize("name", ["static", "random"])
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_rejected_drafts(hybrid_overlap, model, name):
-    """All at once, and then few at a time: next to no draft of a random drafter is right."""
-    hybrid_overlap.flush_cache()
-    bodies = beginning_alike(6)
-    with policy(hybrid_overlap, name), counting(hybrid_overlap) as grown:
-        for concurrency in (6, 2):
-            assert output_ids(hybrid_overlap, bodies, concurrency) == texts_of(model, bodies)
-    assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
+    assert "forms of kernels compiled at start-up" in assert_nothing_was_awaited(hybrid_graphs)
 
 
 @pytest.mark.slow
@@ -215,10 +190,11 @@ def test_turns_begin_at_a_state_from_the_middle(hybrid_overlap, model):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_retraction(hybrid_overlap, model):
-    """States are made again from what the cache still has."""
+    """States are made again from what the cache still has, and next to no draft of a random drafter is right."""
     bodies = beginning_alike(10, 60)
-    with policy(hybrid_overlap, "random"):
+    with policy(hybrid_overlap, "random"), counting(hybrid_overlap) as grown:
         answers = generate(hybrid_overlap, bodies, 10)
+    assert grown["verified_tokens"] - grown["accepted_tokens"] > 100
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
     assert [answer["output_ids"] for answer in answers] == texts_of(model, bodies)
     assert_pool_is_whole(hybrid_overlap)
@@ -240,10 +216,9 @@ def test_retraction_and_context_limit(tight, plain):
     ]
     expected, beside = output_ids(plain, bodies, 20), tight.get_json("/dspark/stats")["prompts"]["beside"]
     with policy(tight, "random", pace_ms=PACE_MS / 4):  # all arrive before the first ones end
-        for asked in (bodies, with_options(bodies)):
-            answers = generate(tight, asked, 20)
-            assert_cut_at_the_limit([answer["output_ids"] for answer in answers], expected)
-            assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        answers = generate(tight, with_options(bodies), 20)
+    assert_cut_at_the_limit([answer["output_ids"] for answer in answers], expected)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
     assert tight.get_json("/dspark/stats")["prompts"]["beside"] > beside
     assert_pool_is_whole(tight)
 
@@ -314,9 +289,7 @@ def test_lone_requests_at_the_end_of_a_pool_are_answered(small_pool, plain):
     bodies = bodies_near_the_end(SIZES, seed=5)
     bodies[5]["speculation"] = {"enabled": False}
     assert [said(answer) for answer in generate(small_pool, bodies, 1)] == expected_of(plain, bodies)
-    lines = call(small_pool, "/generate", body=bodies[6] | {"stream": True})[1].split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert [said(chunks[-1])] == expected_of(plain, bodies[6:7])
+    assert [said(last_answer(small_pool, bodies[6] | {"stream": True}))] == expected_of(plain, bodies[6:7])
     assert_pool_is_whole(small_pool)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from golden_server import (
     PACE_MS,
     VOCAB,
     assert_pool_is_whole,
+    begun_stream,
     counting,
     endless,
     generate,
@@ -92,11 +92,8 @@ def test_clients_that_go_away_during_prompts(corner, plain):
     with policy(corner, "static", **PACED), drafting_with_prompts(corner, 4), while_running(corner, RUNNING):
         thread = in_background(lambda: texts.extend(output_ids(corner, asked, 4)))
         for _ in range(4):
-            connection = http.client.HTTPConnection(corner.url.removeprefix("http://"), timeout=60)
-            body = endless([5, 6, 7], 800, stream=True)
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-            connection.getresponse().read(64)
-            connection.close()
+            with begun_stream(corner, endless([5, 6, 7], 800)):
+                pass
         thread.join()
     assert texts == expected
     assert_pool_is_whole(corner)

@@ -111,7 +111,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("resolves", [True, False], ids=["verl", "slime"])
+@pytest.mark.parametrize("resolves", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["verl", "slime"])
 def test_a_framework_that_makes_the_arguments_gets_our_worker(server_pool, resolves):
     """Its processes have loaded no plugin when SGLang resolves the arguments, in their parent or in the server's."""
     fields = {

@@ -8,31 +8,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from family_targets import continued_after_pictures, data_url, picture, picture_target, place, write_picture_target
-from golden_server import assert_pool_is_whole, call, counting, generate, policy, together
+from family_targets import (
+    PICTURE_PROMPTS,
+    behind_pictures,
+    continued_after_pictures,
+    data_url,
+    picture_target,
+    place,
+    write_picture_target,
+)
+from golden_server import assert_pool_is_whole, call, counting, generate, policy, refused, together
 from server_pool import Recipe
 
 from sglang_dspark.tools.launch import PLUGIN
 
 NUM_TOKENS, MANY_TOKENS = 20, 60
-WIDE, SQUARE, OTHER = picture(1, 80, 56), picture(2, 120, 120), picture(3, 80, 56)
-# Texts, with a place for each picture.
-PROMPTS = (
-    ("u:what is this PICTURE then;a:", (WIDE,)),
-    ("one PICTURE two PICTURE end", (WIDE, SQUARE)),
-    ("just text here", ()),
-    ("u:what is this PICTURE then;a:", (OTHER,)),
-)
 
 
 @cache
 def read_by_transformers(architecture: str, num_tokens: int) -> list[list[int]]:
-    """Return the greedy continuations of ``PROMPTS``."""
+    """Return the greedy continuations of ``PICTURE_PROMPTS``."""
     with TemporaryDirectory() as folder:
         model, processor = write_picture_target(architecture, Path(folder))
     return [
         continued_after_pictures(model, processor, text.replace("PICTURE", place(architecture)), images, num_tokens)
-        for text, images in PROMPTS
+        for text, images in PICTURE_PROMPTS
     ]
 
 
@@ -42,30 +42,28 @@ def architecture_of(server) -> str:
 
 
 def bodies_of(server, num_tokens=NUM_TOKENS, **fields):
-    """Requests of ``PROMPTS``."""
-    parameters = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    mark = place(architecture_of(server))
-    return [
-        {
-            "text": text.replace("PICTURE", mark),
-            "image_data": [data_url(image) for image in images] or None,
-            "sampling_params": parameters,
-            **fields,
-        }
-        for text, images in PROMPTS
-    ]
+    return behind_pictures(architecture_of(server), num_tokens, **fields)
 
 
 def assert_texts(answers, expected):
     assert [answer["output_ids"] for answer in answers] == expected
 
 
-def assert_pictures_are_read(server, then, *, cached=True):
-    """One by one, then from the cache and together, under ``static`` and under the policy ``then``.
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("pictures", "random"),
+        pytest.param("qwen2_5_vl", "auto", marks=pytest.mark.thorough),  # emulated servers know no policy of the tests
+        pytest.param("gemma4_pictures", "random", marks=pytest.mark.thorough),
+        pytest.param("hybrid_pictures", "random", marks=pytest.mark.thorough),
+    ],
+)
+def test_texts_after_pictures(request, name, then):
+    """One by one, then from the cache and together, under ``static`` and under another policy.
 
-    Args:
-        cached: whether the target's cache has a prompt that came before; one of states has few of its prefixes.
+    Prompts come in chunks that end within pictures; steps are replayed; K/V is in two pools; states are recurrent.
     """
+    server = request.getfixturevalue(name)
     expected, bodies = read_by_transformers(architecture_of(server), NUM_TOKENS), bodies_of(server)
     assert expected[0] != expected[3]  # of which only the pictures differ
     with policy(server, "static"):
@@ -73,14 +71,9 @@ def assert_pictures_are_read(server, then, *, cached=True):
     with policy(server, then):
         again = generate(server, bodies * 3, 4)
     assert_texts(again, expected * 3)
-    for answer in again if cached else ():
+    for answer in again if name != "hybrid_pictures" else ():  # a cache of states has few prefixes of a prompt
         assert answer["meta_info"]["cached_tokens"] >= answer["meta_info"]["prompt_tokens"] - 1
     assert_pool_is_whole(server)
-
-
-def test_texts_after_pictures(pictures):
-    """Prompts come in chunks that end within pictures."""
-    assert_pictures_are_read(pictures, "random")
 
 
 def test_retracted_requests_are_read_again(pictures):
@@ -104,25 +97,24 @@ def test_presets_and_logprobs_of_prompts_with_pictures(pictures):
 
 def test_a_chat_with_a_picture(pictures):
     """The picture is sent as OpenAI's clients do; the chat template puts it into its place."""
-    content = [{"type": "image_url", "image_url": {"url": data_url(WIDE)}}, {"type": "text", "text": "what is it"}]
+    url, same = data_url(PICTURE_PROMPTS[0][1][0]), bodies_of(pictures)[0]
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it"}]
     parameters = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     body = {"model": "any", "messages": [{"role": "user", "content": content}], **parameters}
     answer = pictures.post_json("/v1/chat/completions", body)
     text = f"u:{place(architecture_of(pictures))}what is it;a:"
-    same = {**bodies_of(pictures)[0], "text": text, "image_data": [data_url(WIDE)]}
-    assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same)["text"]
-    status, message = call(pictures, "/generate", body={"text": "x", "video_data": ["x.mp4"]})
-    assert status == 400 and "does not serve video_data yet" in message
+    assert answer["choices"][0]["message"]["content"] == pictures.post_json("/generate", same | {"text": text})["text"]
+    assert "does not serve video_data yet" in refused(pictures, "/generate", {"text": "x", "video_data": ["x.mp4"]})
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_turn_that_is_refused_with_its_pictures(pictures, streaming):
     expected = read_by_transformers(architecture_of(pictures), NUM_TOKENS)
     session = pictures.post_json("/open_session", {"capacity_of_str_len": 1000, "streaming": streaming})
-    for refused in ({"rid": "unknown"}, {"rid": "unknown", "replace": True}, {"rid": "unknown", "offset": 2}):
-        body = bodies_of(pictures, session_params={"id": session, **refused})[0]
+    for wrong in ({"rid": "unknown"}, {"rid": "unknown", "replace": True}, {"rid": "unknown", "offset": 2}):
+        body = bodies_of(pictures, session_params={"id": session, **wrong})[0]
         status, text = call(pictures, "/generate", body=body)
-        assert status == (200 if streaming and len(refused) == 1 else 400), text
+        assert status == (200 if streaming and len(wrong) == 1 else 400), text
     assert_texts(generate(pictures, bodies_of(pictures), 4), expected)
     assert call(pictures, "/close_session", body={"session_id": session})[0] == 200
 
@@ -152,12 +144,14 @@ def test_pictures_without_a_drafter(server_pool, tmp_path):
 
 
 @pytest.mark.thorough
-def test_pictures_in_replayed_steps(qwen2_5_vl):
-    assert_pictures_are_read(qwen2_5_vl, "auto")  # emulated servers know no policy of the tests
+@pytest.mark.parametrize("name", ["mistral3", "gemma4_12b_pictures"])
+def test_texts_after_pictures_are_those_of_the_plain_server(request, name):
+    """For families of which SGLang reads some pictures otherwise than transformers.
 
-
-def assert_as_the_plain_server(server, plain):
-    """For families of which SGLang reads some pictures otherwise than transformers."""
+    Positions of Mistral 3 have one coordinate. Gemma 4 12B has no encoder; tokens of a picture see one another in
+    transformers, and in SGLang only where it attends with Triton.
+    """
+    server, plain = map(request.getfixturevalue, (name, f"plain_{name}"))
     bodies = bodies_of(server)
     expected = [answer["output_ids"] for answer in generate(plain, bodies, 1)]
     assert expected[0] != expected[3]
@@ -165,24 +159,3 @@ def assert_as_the_plain_server(server, plain):
         assert_texts(generate(server, bodies, 1), expected)
     with policy(server, "random"):
         assert_texts(generate(server, bodies * 3, 4), expected * 3)
-
-
-@pytest.mark.thorough
-def test_pictures_without_positions_of_three_coordinates(mistral3, plain_mistral3):
-    assert_as_the_plain_server(mistral3, plain_mistral3)
-
-
-@pytest.mark.thorough
-def test_pictures_without_an_encoder(gemma4_12b_pictures, plain_gemma4_12b_pictures):
-    """Their tokens see one another in transformers, and in SGLang only where it attends with Triton."""
-    assert_as_the_plain_server(gemma4_12b_pictures, plain_gemma4_12b_pictures)
-
-
-@pytest.mark.thorough
-def test_pictures_and_two_pools_of_kv(gemma4_pictures):
-    assert_pictures_are_read(gemma4_pictures, "random")
-
-
-@pytest.mark.thorough
-def test_pictures_and_recurrent_states(hybrid_pictures):
-    assert_pictures_are_read(hybrid_pictures, "random", cached=False)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from golden_server import CASES, TOL, assert_same_states, call, generate, greedy, policy, rounds_of, states_of
+from golden_server import CASES, TOL, assert_same_states, events, generate, greedy, policy, rounds_of, states_of
 from target_distribution import pairwise
 
 from sglang_dspark.tools.launch import LaunchedServer
@@ -168,15 +168,10 @@ def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
     assert {type(reason["matched"]) for reason in reasons} == {int, str}  # none ended for its length
 
 
-def events(text: str) -> list[dict[str, Any]]:
-    """Return the messages of a stream."""
-    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
-
-
 def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
     request = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "frequency_penalty": 0.5}
-    request |= {"logprobs": 2, "stream": True, "stream_options": {"include_usage": True}}
-    streams = [events(call(server, "/v1/completions", body=request)[1]) for server in (letters, plain_letters)]
+    request |= {"logprobs": 2, "stream_options": {"include_usage": True}}
+    streams = [events(server, "/v1/completions", request) for server in (letters, plain_letters)]
     choices = [[choice for chunk in chunks for choice in chunk["choices"]] for chunks in streams]
     texts = ["".join(choice["text"] for choice in found) for found in choices]
     assert texts[0] == texts[1] != ""
@@ -194,8 +189,8 @@ def test_hidden_states_of_prompts_and_streams(letters, plain_letters):
     prompt = noise.choices(range(3, 60), k=50)
     encoded = []
     for asked in (prompt, [*prompt, 7, 8, 9], noise.choices(range(3, 60), k=150)):
-        body = greedy(asked, 20, return_hidden_states=True, stream=True)
-        streams = [events(call(server, "/generate", body=body)[1]) for server in (letters, plain_letters)]
+        body = greedy(asked, 20, return_hidden_states=True)
+        streams = [events(server, "/generate", body) for server in (letters, plain_letters)]
         for messages in streams:
             assert all(len(states_of(message)) == len(message["output_ids"]) for message in messages)
         answer, expected = (messages[-1] for messages in streams)
@@ -261,18 +256,18 @@ def pairs() -> list[dict[str, Any]]:
     return found
 
 
-def samples(status: int, text: str) -> list[dict[str, Any]]:
+def samples(server: LaunchedServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the samples of an answer; of a stream, what it has said in the end."""
-    assert status == 200, text
-    if not text.startswith("data: "):
-        return as_list(json.loads(text))
-    return [part for _, part in sorted({part.get("index", 0): part for part in events(text)}.items())]
+    if not body.get("stream"):
+        return as_list(server.post_json("/generate", body))
+    parts = events(server, "/generate", body)
+    return [part for _, part in sorted({part.get("index", 0): part for part in parts}.items())]
 
 
 def test_every_two_features_at_once(letters, plain_letters):
     def answered(server: LaunchedServer, asked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         with ThreadPoolExecutor(12) as pool:
-            return list(pool.map(lambda body: samples(*call(server, "/generate", body=body)), asked))
+            return list(pool.map(lambda body: samples(server, body), asked))
 
     asked = pairs()
     expected = answered(plain_letters, [{**body, "speculation": None} for body in asked])

@@ -17,10 +17,12 @@ from golden_server import (
     call,
     counting,
     endless,
+    events,
     generate,
     greedy,
     in_background,
     policy,
+    refused,
     wait_for_running,
 )
 
@@ -31,11 +33,6 @@ NUM_TOKENS = 60
 def prompts(number):
     rng = random.Random(5)
     return [case["prompt_ids"] for case in CASES] + [rng.choices(LIKELY, k=17) for _ in range(number - len(CASES))]
-
-
-def generate_ids(ids):
-    parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    return {"input_ids": ids, "sampling_params": parameters}
 
 
 def completion(ids):
@@ -52,7 +49,7 @@ def said(message):
 
 
 ROUTES = {
-    "/generate": (generate_ids, lambda answer: answer["text"]),
+    "/generate": (lambda ids: endless(ids, NUM_TOKENS), lambda answer: answer["text"]),
     "/v1/completions": (completion, lambda answer: "".join(choice["text"] for choice in answer["choices"])),
     "/v1/chat/completions": (
         chat,
@@ -61,19 +58,15 @@ ROUTES = {
 }
 
 
-def whole(server, route, body, text_of):
-    return text_of(server.post_json(route, body | {"stream": False}))
-
-
-def streamed(server, route, body, text_of):
-    status, text = call(server, route, body=body | {"stream": True})
-    assert status == 200, text
-    lines = (line.removeprefix("data: ") for line in text.splitlines())
-    return [text_of(json.loads(line)) for line in lines if line.startswith("{")]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", ["corner", "scheduled"])
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        *(("corner", route) for route in ROUTES),
+        ("scheduled", "/generate"),
+        pytest.param("scheduled", "/v1/completions", marks=pytest.mark.thorough),
+        pytest.param("scheduled", "/v1/chat/completions", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.slow
 def test_streams_are_the_text(name, route, request):
     """It holds for our worker and SGLang's; without parsers and with; on ``/generate`` new text and all of it."""
@@ -81,21 +74,20 @@ def test_streams_are_the_text(name, route, request):
     body_of, text_of = ROUTES[route]
 
     def both(ids):
-        pieces = streamed(server, route, body_of(ids), text_of)
+        pieces = [text_of(event) for event in events(server, route, body_of(ids))]
         text = pieces[-1] if name == "scheduled" and route == "/generate" else "".join(pieces)
-        return text, whole(server, route, body_of(ids), text_of)
+        return text, text_of(server.post_json(route, body_of(ids)))
 
     with policy(server, "static"), ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(both, prompts(12)))
+        found = list(pool.map(both, prompts(8)))
     assert [text for text, _ in found] == [text for _, text in found]
     assert any("界" in text for text, _ in found)
 
 
 @pytest.mark.slow
 def test_a_prompt_that_is_only_scored_has_no_log_probability_of_a_token(corner, plain):
-    body = generate_ids(CASES[0]["prompt_ids"])
-    body["sampling_params"]["max_new_tokens"] = 0
-    body |= {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+    asked = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+    body = endless(CASES[0]["prompt_ids"], 0, **asked)
     ours, theirs = (server.post_json("/generate", body) for server in (corner, plain))
     assert ours["output_ids"] == theirs["output_ids"] == []
     for name in ("output_token_logprobs", "output_token_logprobs_length"):
@@ -148,7 +140,7 @@ def in_session(server, seed):
 )
 def test_turns_have_the_texts_of_their_whole_prompts(name, plain, request):
     server = request.getfixturevalue(name)
-    seeds = range(12)
+    seeds = range(8)
     with ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda seed: dialogue(plain, None, seed), seeds))
         with policy(server, "static"):
@@ -161,17 +153,17 @@ def test_turns_during_a_running_one_are_refused(corner, plain):
     prompt = CASES[0]["prompt_ids"]
     with opened(corner) as session:
         answers = []
-        body = endless(prompt, 300, session_params={"id": session})
+        body = endless(prompt, 100, session_params={"id": session})
         with policy(corner, "off", pace_ms=PACE_MS):
             turn = in_background(lambda: answers.append(corner.post_json("/generate", body)["output_ids"]))
             wait_for_running(corner, 1)
             for _ in range(3):
-                status, text = call(corner, "/generate", body=endless([5], 2, session_params={"id": session}))
-                assert (status, "active request" in text) == (400, True)
+                said = refused(corner, "/generate", endless([5], 2, session_params={"id": session}))
+                assert "active request" in said
         turn.join()
         text = corner.post_json("/generate", endless([5], 9, session_params={"id": session}))["output_ids"]
     [expected] = generate(plain, [endless([*prompt, *answers[0], 5], 9)], 1)
-    assert (len(answers[0]), text) == (300, expected["output_ids"])
+    assert (len(answers[0]), text) == (100, expected["output_ids"])
 
 
 REFUSED: dict[str, list[dict[str, Any]]] = {
@@ -197,11 +189,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def turns(server, kind, *, refused):
+def turns(server, kind, *, with_others):
     """Return what the turns of a session are answered, and how much of them was cached; before each comes another turn.
 
     Args:
-        refused: whether the others are sent, and refused.
+        with_others: whether the others are sent, and refused.
     """
     server.flush_cache()
     opening = {"capacity_of_str_len": 10_000, "streaming": kind == "streaming"}
@@ -209,11 +201,11 @@ def turns(server, kind, *, refused):
     for number, other in enumerate([{}, *REFUSED[kind], *REFUSED["both"]]):
         # Of the other kind, a turn says which one it follows.
         follows = {"id": session} | ({"rid": str(number - 1)} if number and kind != "streaming" else {})
-        if refused and other:
+        if with_others and other:
             named = {"id": session} if "replace" in other.get("session_params", {}) else follows
             body = {**endless([5], 2), **other, "session_params": {**named, **other.get("session_params", {})}}
             with counting(server) as grown:
-                assert call(server, "/generate", body=body)[0] == 400, other
+                assert refused(server, "/generate", body), other
             assert not any(grown.values()), other
         answer = server.post_json("/generate", endless([6, 7], 5, rid=str(number), session_params=follows))
         found.append((answer["output_ids"], answer["meta_info"]["cached_tokens"]))
@@ -223,7 +215,7 @@ def turns(server, kind, *, refused):
 
 @pytest.mark.parametrize("kind", ["streaming", "not streaming"])
 def test_a_refused_turn_leaves_everything_as_it_was(kind, corner):
-    assert turns(corner, kind, refused=True) == turns(corner, kind, refused=False)
+    assert turns(corner, kind, with_others=True) == turns(corner, kind, with_others=False)
     assert_pool_is_whole(corner)
 
 

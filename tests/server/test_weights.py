@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -38,22 +39,22 @@ from golden_server import (
     greedy,
     in_background,
     policy,
+    refused,
     rounds_of,
     wait_for_running,
 )
 from reference_decoding import decode_greedy
 from safetensors.torch import load_file, save_file
-from server_pool import Recipe
 from transformers import AutoModelForCausalLM
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.tools.launch import dspark_flags
 
 PROMPT = CASES[0]["prompt_ids"]
 LENGTH = 24
 DRAFTER = "/dspark/drafter"
 
 
+@cache
 def reference(target, draft):
     """Return what a pair writes if the drafter reads the target's embedding and LM head, and log-probabilities."""
     model = load_draft_model(draft, dtype=torch.float32, device="cpu")
@@ -109,44 +110,10 @@ def test_a_server_follows_the_target(dspark, folders, update):
     assert_golden_traces(dspark, CASES[:1])
 
 
-def shown(server) -> list[Any]:
-    """Return what depends on weights under a policy that learns nothing."""
-    found: list[Any] = []
-    for case in CASES[:3]:
-        body = {"input_ids": case["prompt_ids"], "return_logprob": True, "speculation": DRAFTER_ALONE}
-        for parameters in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}):
-            sampling = {**parameters, "max_new_tokens": LENGTH, "ignore_eos": True}
-            answer = server.post_json("/generate", {**body, "sampling_params": sampling})
-            logprobs = [round(entry[0], 3) for entry in answer["meta_info"]["output_token_logprobs"]]
-            rounds = [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
-            found.append((answer["output_ids"], logprobs, rounds))
-    return found
-
-
-@pytest.mark.thorough
-def test_texts_are_those_of_a_server_that_was_started_with_the_weights(dspark, server_pool, folders, tmp_path):
-    """Greedy and seeded ones, their log-probabilities and rounds, after ten updates of either."""
-    target, trained = folders[0], bare(folders[1], tmp_path / "bare")
-    flags = (*dspark_flags(trained), "--speculative-dspark-schedule static")
-    with server_pool.lent(Recipe(flags, model=lambda folder: target), tmp_path) as new:
-        expected = shown(new)
-    try:
-        for update in (from_disk, from_tensors) * 5:
-            update(dspark, TARGET)
-            by_route(dspark, DRAFT)
-            update(dspark, target)
-            by_selector(dspark, trained)
-        with policy(dspark, "static"):
-            assert shown(dspark) == expected
-    finally:
-        from_disk(dspark, TARGET)
-        by_route(dspark, DRAFT)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("route", ["disk", "tensors"])
 def test_ten_updates_in_a_row_take_no_memory(dspark, folders, tmp_path, route):
-    """No process of the server grows, nor does its K/V."""
+    """No process of the server grows, nor does its K/V, and the texts are those of the last pair."""
     of_target, of_drafter = (from_disk, by_route) if route == "disk" else (from_tensors, by_selector)
     drafter = bare(folders[1], tmp_path / "bare")
     resident = []
@@ -154,12 +121,13 @@ def test_ten_updates_in_a_row_take_no_memory(dspark, folders, tmp_path, route):
         for _ in range(13):
             of_target(dspark, folders[0])
             of_drafter(dspark, drafter)
-            drafted(dspark)
+            answer = drafted(dspark)
             server = psutil.Process(dspark.pid)
             resident.append(sum(one.memory_info().rss for one in (server, *server.children(recursive=True))))
     finally:
         from_disk(dspark, TARGET)
         by_route(dspark, DRAFT)
+    assert_rounds_of_reference(answer, reference(folders[0], drafter)[0])
     assert resident[-1] - resident[2] < 5 * (drafter / FILE).stat().st_size
     assert_pool_is_whole(dspark)
 
@@ -267,9 +235,8 @@ def test_a_target_of_nan_ends_no_server(dspark):
     named = {"model.norm.weight": torch.full((128,), torch.nan)}
     try:
         from_tensors(dspark, named)
-        for parameters in ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
-            body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": 12, "ignore_eos": True}}
-            assert len(dspark.post_json("/generate", body)["output_ids"]) == 12
+        for parameters in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.5}):
+            assert len(dspark.post_json("/generate", endless(PROMPT, 12, parameters))["output_ids"]) == 12
     finally:
         from_disk(dspark, TARGET)
     assert_golden_traces(dspark, CASES[:1])
@@ -356,8 +323,7 @@ def test_a_drafter_is_replaced_while_a_request_runs(dspark, folders):
 def test_half_of_a_letter_is_refused(dspark, route, key, more):
     """JSON can have it, UTF-8 cannot."""
     body = {key: "auto"} | {name.format(key=key): value for name, value in more.items()}
-    status, text = call(dspark, route, body=body)
-    assert status == 400 and "in UTF-8" in json.loads(text)["message"]
+    assert "in UTF-8" in json.loads(refused(dspark, route, body))["message"]
 
 
 def test_drafters_wait_as_other_calls_do(dspark):
@@ -400,9 +366,8 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_before_any_is_written(dspar
         weight = tensors.pop(name)
         tensors |= {} if change is None else {name: change(weight)}
     save_file(tensors, damaged / FILE, metadata={"format": "pt"})
-    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": str(damaged)})
-    message = json.loads(text)["message"]
-    assert status == 400 and f"{DOWN} {named}" in message and "No weight was changed" in message
+    message = json.loads(refused(dspark, "/update_weights_from_disk", {"model_path": str(damaged)}))["message"]
+    assert f"{DOWN} {named}" in message and "No weight was changed" in message
     assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
     assert_golden_traces(dspark, CASES[:1])
     from_disk(dspark, TARGET)
@@ -410,22 +375,20 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_before_any_is_written(dspar
 
 def test_weights_that_do_not_fit_end_no_server(dspark):
     """Plain SGLang would end: it reads and writes them without a fence."""
-    before = call(dspark, "/update_weights_from_tensor", body={"serialized_named_tensors": []})
-    assert before[0] == 400 and "begin_weight_update()" in before[1]
+    said = refused(dspark, "/update_weights_from_tensor", {"serialized_named_tensors": []})
+    assert "begin_weight_update()" in said
     answered(dspark, "/begin_weight_update", {})
     for selector, tensors, named in BAD.values():
         sent = serialized(tensors) if isinstance(tensors, dict) else tensors
         body = {"serialized_named_tensors": sent, "selector": selector}
-        status, text = call(dspark, "/update_weights_from_tensor", body=body)
-        message = json.loads(text)["message"]
-        assert status == 400 and named in message
+        message = json.loads(refused(dspark, "/update_weights_from_tensor", body))["message"]
+        assert named in message
         assert dspark.get_json("/dspark/stats")["weights"]["failure"] == message
-    assert call(dspark, "/begin_weight_update", body={})[0] == 400
+    assert refused(dspark, "/begin_weight_update", {})
     answered(dspark, "/end_weight_update", {})
-    status, text = call(dspark, "/update_weights_from_ipc", body={"zmq_handles": {}})
-    assert status == 400 and "sglang[checkpoint-engine]" in text
-    status, text = call(dspark, "/update_weights_from_disk", body={"model_path": "/no/such/folder"})
-    assert status == 400 and "/no/such/folder" in text
+    assert "sglang[checkpoint-engine]" in refused(dspark, "/update_weights_from_ipc", {"zmq_handles": {}})
+    folder = "/no/such/folder"
+    assert folder in refused(dspark, "/update_weights_from_disk", {"model_path": folder})
     assert_golden_traces(dspark, CASES[:1])
     from_disk(dspark, TARGET)
     assert dspark.get_json("/dspark/stats")["weights"]["failure"] is None

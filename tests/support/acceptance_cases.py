@@ -20,6 +20,7 @@ from dspark_kernels import (
 )
 from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from literal import Request, batch_of
+from reference_decoding import attend_dense
 
 SEED, STEP = 2**63 + 12345, (7 << 32) + 99  # all words of the key and the counter in use
 
@@ -197,10 +198,4 @@ FP32_TOL = {"atol": 2e-6, "rtol": 2e-6}  # sums of at most 200 products of unit-
 
 def dense_attention(q, k, v, mask, sinks=None):
     """[m, heads, hd] over [n, kv_heads, hd] in float64; mask [m, n] True where visible, sinks [heads] scores."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = torch.einsum("mhd,nhd->hmn", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.exp()
-    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
-    return torch.einsum("hmn,nhd->mhd", weights / total, v)
+    return attend_dense(q.double(), k.double(), v.double(), scale=q.shape[-1] ** -0.5, seen=mask, sinks=sinks)

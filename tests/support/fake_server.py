@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,6 +100,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+
+class SleepingServer:
+    """A process group in place of a server; SIGTERM, which a suspended process cannot handle, ends it.
+
+    Attributes:
+        ended_by_itself: whether SIGTERM did.
+    """
+
+    url, log_path = "http://nowhere", "server.log"
+
+    def __enter__(self) -> Self:
+        program = [sys.executable, "-c", "import time\nwhile True: time.sleep(0.05)"]
+        self._process = subprocess.Popen(program, start_new_session=True)
+        self.pid = self._process.pid
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+            self.ended_by_itself = True
+        except subprocess.TimeoutExpired:
+            self.ended_by_itself = False
+            self._process.kill()
+            self._process.wait()
+
+    def suspend(self) -> None:
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
+    def log_tail(self) -> str:
+        return "last words"
 
 
 class TraceServer(FakeServer):

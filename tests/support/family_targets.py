@@ -10,7 +10,6 @@ import base64
 import io
 import json
 import random
-import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_server import CASES, TARGET
+from golden_server import CASES, golden_target
 from letter_tokenizers import save_byte_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -284,6 +283,29 @@ def continued_after_pictures(
     return whole[0, length:].tolist()
 
 
+# Texts, with a place for each picture.
+PICTURE_PROMPTS = (
+    ("u:what is this PICTURE then;a:", (picture(1, 80, 56),)),
+    ("one PICTURE two PICTURE end", (picture(1, 80, 56), picture(2, 120, 120))),
+    ("just text here", ()),
+    ("u:what is this PICTURE then;a:", (picture(3, 80, 56),)),
+)
+
+
+def behind_pictures(architecture: str, num_tokens: int, **fields: Any) -> list[dict[str, Any]]:
+    """Return greedy requests of ``PICTURE_PROMPTS``, so many tokens each."""
+    parameters = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return [
+        {
+            "text": text.replace("PICTURE", place(architecture)),
+            "image_data": [data_url(image) for image in images] or None,
+            "sampling_params": parameters,
+            **fields,
+        }
+        for text, images in PICTURE_PROMPTS
+    ]
+
+
 def picture_target(architecture: str, folder: Path) -> Path:
     """Return ``folder``, with a target and its processor in it."""
     write_picture_target(architecture, folder)
@@ -315,8 +337,7 @@ SPOKEN_CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 def spoken_target(folder: Path) -> Path:
     """Write it, with a chat template that is only the content; returns its folder."""
-    path = folder / "target"
-    shutil.copytree(TARGET, path, dirs_exist_ok=True)
+    path = golden_target(folder)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     words = {id_: word for word, id_ in tokenizer["model"]["vocab"].items()} | _WORDS
     tokenizer["model"]["vocab"] = {word: id_ for id_, word in words.items()}

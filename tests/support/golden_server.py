@@ -5,6 +5,7 @@ Requests as the front end settles them, in the form that the scheduler reads.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -47,19 +48,6 @@ PACE_MS = 20.0
 AUTO = {"policy": "auto"}
 DRAFTER_ALONE = {"trace": True, "preset": "none"}
 """Asks for a trace that depends on nothing but the request."""
-
-GUARDED = (
-    *DSPARK,
-    "--enable-metrics",
-    "--chat-template",
-    "chatml",
-    "--api-key",
-    "user-key",
-    "--admin-api-key",
-    "admin-key",
-)
-"""A server with metrics, an API key, an admin key, and an idea of what a chat is."""
-
 
 # Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
 # of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
@@ -105,13 +93,18 @@ def builtin_worker(engine: str, mode: str = "static") -> dict[str, str]:
     return variables
 
 
-def of_sglang_alone(folder: Path) -> Path:
-    """Return the golden target under the name of an architecture that our worker does not serve, see ``stand_ins``."""
+def golden_target(folder: Path, **config: Any) -> Path:
+    """Return a copy of the golden target below ``folder``, with these keys in its config.json."""
     path = folder / "target"
     shutil.copytree(TARGET, path, dirs_exist_ok=True)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["OfSglangAloneForCausalLM"]}))
+    given = json.loads((TARGET / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(given | config))
     return path
+
+
+def of_sglang_alone(folder: Path) -> Path:
+    """Return the golden target under the name of an architecture that our worker does not serve, see ``stand_ins``."""
+    return golden_target(folder, architectures=["OfSglangAloneForCausalLM"])
 
 
 def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:
@@ -146,13 +139,37 @@ def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = 
         return error.code, error.read().decode()
 
 
+def refused(server: LaunchedServer, path: str, body: Any) -> str:
+    """Return what the server says to a request that it refuses with HTTP 400."""
+    status, text = call(server, path, body=body)
+    assert status == 400, text
+    return text
+
+
+def events(server: LaunchedServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a stream, of server-sent events or of lines."""
+    status, text = call(server, path, body=body | {"stream": True})
+    assert status == 200, text
+    lines = (line.removeprefix("data: ") for line in text.split("\n"))
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@contextmanager
+def begun_stream(server: LaunchedServer, body: dict[str, Any]) -> Iterator[None]:
+    """Have a stream begin; at the end of the block its client goes away."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(body | {"stream": True}), headers)
+    connection.getresponse().read(64)
+    yield
+    connection.close()
+
+
 def last_answer(server: LaunchedServer, body: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of ``POST /generate``, as the last chunk of a stream has it."""
     if not body.get("stream"):
         return server.post_json("/generate", body)
-    lines = call(server, "/generate", body=body)[1].split("\n\n")
-    last: dict[str, Any] = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
-    return last
+    return events(server, "/generate", body)[-1]
 
 
 def states_of(answer: dict[str, Any]) -> torch.Tensor:
@@ -178,6 +195,17 @@ def assert_same_states(answer: dict[str, Any], expected: dict[str, Any], tol: fl
     torch.testing.assert_close(states_of(answer), states_of(expected), atol=tol, rtol=tol)
 
 
+def assert_nothing_was_awaited(server: LaunchedServer, began: int = 0) -> str:
+    """Assert that no step of an emulated GPU has read values back, and that nothing was compiled for a request.
+
+    Returns:
+        The log from its character ``began`` on.
+    """
+    log = server.log_path.read_text()[began:]
+    assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
+    return log
+
+
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
     """Return the token ids of :func:`generate`."""
     return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
@@ -188,11 +216,24 @@ def rounds_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
 
 
-def assert_golden_traces(server: LaunchedServer, cases: list[dict[str, Any]] = CASES) -> None:
-    """Assert text, drafts, verified and accepted counts of golden cases."""
+def outcomes_of(answer: dict[str, Any]) -> list[tuple[int, list[int], int]]:
+    """Return of each round of an answer where it began, what was drafted, and how many drafts were accepted."""
+    return [(entry["start"], entry["draft"], entry["accepted"]) for entry in rounds_of(answer)]
+
+
+def traced(server: LaunchedServer, body: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the answer to a request with these options, and its rounds."""
+    answer = server.post_json("/generate", {**body, "speculation": {"trace": True, **options}})
+    return answer, rounds_of(answer)
+
+
+def assert_golden_traces(
+    server: LaunchedServer, cases: list[dict[str, Any]] = CASES, asked: Mapping[str, Any] = DRAFTER_ALONE
+) -> None:
+    """Assert text, drafts, verified and accepted counts of golden cases, and the counts of their answers."""
     for case in cases:
         with policy(server, "static"):
-            [answer] = generate(server, [greedy(case["prompt_ids"], 64, speculation=DRAFTER_ALONE)], 1)
+            answer = server.post_json("/generate", greedy(case["prompt_ids"], 64, speculation=asked))
         assert answer["output_ids"] == case["output_ids"]
         assert len(answer["meta_info"]["dspark_trace"]) == len(case["output_ids"])
         rounds = rounds_of(answer)
@@ -203,6 +244,9 @@ def assert_golden_traces(server: LaunchedServer, cases: list[dict[str, Any]] = C
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
         assert {r["verified"] for r in rounds} == {7}
         assert {len(r["confidence"]) for r in rounds} == {7}
+        counts = answer["meta_info"]["dspark"]
+        assert counts["rounds"] == len(rounds)
+        assert counts["drafted_tokens"] == counts["verified_tokens"] == 7 * len(rounds)
 
 
 def assert_rounds_of_reference(answer: dict[str, Any], expected: Decoded) -> None:
@@ -250,10 +294,12 @@ def greedy(
     return {"input_ids": input_ids, "sampling_params": {**usual, **(parameters or {})}, **fields}
 
 
-def endless(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Return the body of a greedy request that stops only for its length."""
-    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+def endless(
+    input_ids: list[int], max_new_tokens: int, parameters: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return the body of a request that stops only for its length; it is greedy unless ``parameters`` say otherwise."""
+    usual = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": {**usual, **(parameters or {})}, **fields}
 
 
 def beginning_alike(num: int, num_tokens: int = 32) -> list[dict[str, Any]]:

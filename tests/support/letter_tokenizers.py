@@ -7,6 +7,7 @@ need letters, not sense.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,11 @@ def save_byte_tokenizer(
     tokens = [*[*SPECIAL, *common, *others][: vocab_size - len(marks)], *marks]
     tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
     tokenizer.normalizer = normalizers.Replace("\N{ZERO WIDTH SPACE}", "")
+    return _saved(tokenizer, folder, marks, beyond)
+
+
+def _saved(tokenizer: Tokenizer, folder: Path, marks: Sequence[str] = (), beyond: Sequence[str] = ()) -> Path:
+    """Write a tokenizer of bytes with the special tokens of the golden target and others; return ``folder``."""
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*SPECIAL, *marks])
@@ -128,15 +134,7 @@ def save_piece_tokenizer(folder: Path) -> Path:
     others = iter([letter for byte, letter in letter_of.items() if letter not in words.values()])
     names = dict(enumerate(SPECIAL)) | words
     names |= {id_: next(others) for id_ in range(256) if id_ not in names}
-    tokenizer = Tokenizer(models.BPE({name: id_ for id_, name in names.items()}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    pad, eos, mask = SPECIAL
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, mask_token=mask)
-    fast.chat_template = CHAT
-    fast.save_pretrained(folder)
-    return folder
+    return _saved(Tokenizer(models.BPE({name: id_ for id_, name in names.items()}, [])), folder)
 
 
 def _bytes_in_order() -> list[int]:

@@ -6,14 +6,13 @@ That in int8 is for ``server/patches/int8_method.py``; the adapters are large en
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from golden_server import TARGET
+from golden_server import TARGET, golden_target
 from safetensors.torch import load_file, save_file
 
 GROUP = 128  # inputs that share a scale in four bits
@@ -38,10 +37,8 @@ class Method:
 
 def quantised_target(folder: Path, name: str) -> Path:
     """A target of one of ``METHODS``; returns its folder."""
-    path, method = folder / "target", METHODS[name]
-    shutil.copytree(TARGET, path, dirs_exist_ok=True)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(method.config)}))
+    method = METHODS[name]
+    path = golden_target(folder, quantization_config=dict(method.config))
     stored: Tensors = {}
     for key, tensor in load_file(path / "model.safetensors").items():
         if is_quantised(key):
@@ -171,16 +168,13 @@ OF_ROWS = {"self_attn": "token", "mlp": "tensor", "lm_head": "token"}
 
 def int8_target(folder: Path, scales: dict[str, str]) -> Path:
     """A target with these scales of its activations, by part of the layer's name; returns its folder."""
-    path = folder / "target"
-    shutil.copytree(TARGET, path, dirs_exist_ok=True)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "test_int8", "scales": scales}
-    if "lm_head" in scales:  # an LM head that is the embedding is not quantised
-        config["tie_word_embeddings"] = False
+    asked = {"quant_method": "test_int8", "scales": scales}
+    # An LM head that is the embedding is not quantised.
+    path = golden_target(folder, quantization_config=asked, tie_word_embeddings="lm_head" not in scales)
+    if "lm_head" in scales:
         tensors = load_file(path / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

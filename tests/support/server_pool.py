@@ -207,11 +207,19 @@ _IMPORTED = {**_COMMON, **INTERPRETED}
 # Windows of recurrent layers have 16 bits whatever the model has, and a text that is encoded again differs by more than
 # near-ties from one that was decoded.
 WHOLE_WINDOWS = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+# SGLang lacks some attention on a CPU, see ``literal_attention``.
+LITERALLY = {} if ON_GPU else {"LITERAL_ATTENTION": "1"}
+LITERAL_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 # Not every model of transformers can be compiled as one is imported, and SGLang looks at all of them for Mistral 3.
 NO_SCRIPTS = {"PYTORCH_JIT": "0"}
 NO_SNAPSHOTS = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 """What a plain server on a CPU needs for recurrent states; DSPARK decides the same by itself."""
 
+HOST_MEMORY = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+)
+"""Has prefixes move to host memory, of which there is more than of the device's."""
 EIGHT_BITS = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a GPU of compute capability 8.9: SGLang's eight-bit caches on a CPU are for a backend of its own",

@@ -127,14 +127,13 @@ def sample(
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Combinations of one value of each axis, so many that every two values of different axes meet."""
     combinations = [tuple(enumerate(indices)) for indices in itertools.product(*(range(len(axis)) for axis in axes))]
-    missing = {pair for combination in combinations for pair in itertools.combinations(combination, 2)}
-    chosen = []
+    bits: dict[Any, int] = defaultdict(lambda: 1 << len(bits))  # of pairs
+    pairs = [sum(bits[pair] for pair in itertools.combinations(combination, 2)) for combination in combinations]
+    missing, chosen = sum(bits.values()), []
     while missing:
-        best = max(
-            combinations, key=lambda combination: len(missing.intersection(itertools.combinations(combination, 2)))
-        )
-        missing.difference_update(itertools.combinations(best, 2))
-        chosen.append(tuple(axes[axis][index] for axis, index in best))
+        best = max(range(len(pairs)), key=lambda place: (missing & pairs[place]).bit_count())
+        missing &= ~pairs[best]
+        chosen.append(tuple(axes[axis][index] for axis, index in combinations[best]))
     return chosen
 
 
