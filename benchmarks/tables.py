@@ -212,9 +212,9 @@ def draft_trees() -> str:
     ]
     header = ("prompts, temperature", "chain of 5", *(f"tree of {size}" for size in sizes))
     note = (
-        "The column *chain of 5* has the accept length of the bundled pair, which drafts five tokens. The columns *tree* "
-        "have accept lengths with trees of so many nodes, divided by that of the chain. All other columns have estimates "
-        "of the throughput with trees, divided by that with chains, for a machine and a number of users "
+        "The column *chain of 5* has the accept length of the bundled pair, which drafts five tokens. The columns "
+        "*tree* have accept lengths with trees of so many nodes, divided by that of the chain. All other columns have "
+        "estimates of the throughput with trees, divided by that with chains, for a machine and a number of users "
         "([trees.json](trees/trees.json))."
     )
     return section([*header, *(f"{name}, {users}" for name, users in loads)], rows, note)

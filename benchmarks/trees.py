@@ -23,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from dspark_kernels import MarkovWalk, block_confidence_ref
+from dspark_kernels import MarkovWalk, block_confidence
 from dspark_training.block_forward import block_hidden, context_kv
 from dspark_training.prompt_format import PromptFormat
 from dspark_training.target import Target
@@ -132,7 +132,7 @@ class Drafting:
                 probabilities = law(last, place)[1]
                 last = probabilities.argmax()
                 later[slot, place], sureness[slot, place] = last == labels[place], probabilities[last]
-        confidence = block_confidence_ref(
+        confidence = block_confidence(
             hidden, first, torch.stack(drafts[1:])[None], self._heads.weights.confidence, self._heads.weights.w1
         )
         return {

@@ -59,7 +59,7 @@ def seconds_of(server: LaunchedServer, tokens: int) -> float:
 @click.option("--draft", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--dtype", default="float32", show_default=True)
 @click.option(
-    "--kind", "kinds", multiple=True, default=("plain", "static:5"), show_default=True, help="plain or a policy"
+    "--kind", "kinds", multiple=True, default=("plain", "static"), show_default=True, help="plain or a policy"
 )
 @click.option("--way", "names", multiple=True, default=tuple(WAYS), show_default=True, type=click.Choice(list(WAYS)))
 @click.option("--tokens", default=64, show_default=True)

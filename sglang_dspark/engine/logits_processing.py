@@ -56,6 +56,7 @@ def grammar_masks(
             except ValueError as error:  # llguidance has met a limit, and answers nothing from now on
                 reason = str(error).partition("\n")[0]
                 req.to_finish = FINISH_ABORT(f"the grammar is too complex: {reason}", HTTPStatus.BAD_REQUEST)
+                req.grammar.finished = True  # or SGLang asks it about the token, and takes its error for the reason
                 num_reached = 0
             rows.extend(range(start, start + num_reached))
             masks.append(mask[:num_reached])

@@ -26,8 +26,8 @@ STAND_IN = os.path.join(os.path.dirname(__file__), KERNELS, "__init__.py")  # no
 VARIABLE = "SGLANG_USE_CPU_ENGINE"
 """Tells SGLang to serve on the CPU; a value that the user has set stays."""
 
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""How the threads of one operation wait for each other: they spin for about a tenth of a millisecond, then they sleep.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+"""How the threads of one operation wait for each other: they spin for some tens of microseconds, then they sleep.
 
 OpenMP's default spins for milliseconds: next to a busy program a step takes four to ten times as long, because each
 thread waits for one whose core the program has. If threads sleep at once, waking them slows down each operation.

@@ -340,6 +340,9 @@ def test_a_grammar_that_fails_ends_its_own_request(tokenizer, backends, grammars
     for _ in range(2):
         rows, masks = grammar_masks(reqs, [[9, *drafts], [9]], VOCAB)
         assert rows == [1 + len(drafts)] and masks.tolist() == [mask_of(grammars["llguidance"].copy())]
+    SchedulerBatchResultProcessor._accept_grammar_tokens(
+        None, reqs[0], [5]
+    )  # as SGLang does with the token of the step
     ended, going_on = (req.to_finish for req in reqs)
     assert going_on is None and ended.status_code == 400
     assert ended.message.startswith("the grammar is too complex: ") and "\n" not in ended.message

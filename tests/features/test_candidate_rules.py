@@ -139,13 +139,13 @@ def test_forced_tokens_are_a_label_of_one_step():
     """They come before what a request has asked for, and leave it where it is."""
     reqs = [settled(None), with_labels(["ab"]), settled({"preset": "none"})]
     usual = rules_for(reqs)
-    rules = with_forced(usual, reqs, [(7, 8, 9), (7, 8), (7, 8)], CPU)
+    rules = with_forced(usual, reqs, [(7, 8, 9), (7, 8), ()], CPU)
     assert second_text(rules, 0) == ([-1, 7, 8, 9, -1], [NEVER, 1, 2, NEVER, NEVER])
     tokens, needed = second_text(rules, 1)
     assert (tokens[:4], needed[:4]) == ([-1, 7, 8, -1], [NEVER, 1, NEVER, NEVER])
     assert (tokens[4:], needed[4:]) == second_text(usual, 1)
     assert second_text(rules, 2) == ([], [])
-    assert with_forced(usual, reqs, [(), (), (7, 8)], CPU) is usual
+    assert with_forced(usual, reqs, [(), (), ()], CPU) is usual
     alone = with_forced(None, reqs[:1], [(7, 8)], CPU)
     assert (second_text(alone, 0)[0], alone.bounds.tolist()) == ([-1, 7, 8, -1], [list(USUAL)])
 
@@ -211,7 +211,9 @@ def test_nothing_is_forced_where_no_grammar_has_a_say(backends):
     finished.finished = True
     ended = after(forcing, [*tokenizer("red shoes-x").input_ids, EOS])
     reqs = [request([9], grammar=grammar) for grammar in (None, thinking, finished, ended)]
-    assert [ForcedTokens(tokenizer, VOCAB, 16).of(req) for req in reqs] == [()] * 4
+    wanting_none = settled({"preset": "none"})
+    wanting_none.grammar = after(forcing, tokenizer("r").input_ids)
+    assert [ForcedTokens(tokenizer, VOCAB, 16).of(req) for req in (*reqs, wanting_none)] == [()] * 5
 
 
 def test_forced_texts_are_encoded_as_inside_of_a_text():

@@ -75,7 +75,7 @@ class ForcedTokens:
     def of(self, req: Req) -> tuple[int, ...]:
         """Return a request's last token and those that its grammar forces after it; nothing if it forces none."""
         grammar = req.grammar
-        if grammar is None or grammar.finished or grammar.is_terminated():
+        if grammar is None or grammar.finished or grammar.is_terminated() or lookup_options(req).preset == NO_PRESET:
             return ()
         forced = self._encoded(_whole_letters(self._read(grammar)))
         known = tuple(takewhile(lambda token: token < self._vocab_size, forced))
@@ -105,8 +105,9 @@ class ForcedTokens:
         places = np.flatnonzero(words).tolist()
         if not 0 < len(places) <= _MOST_WORDS:
             return None
-        bits = [(place, bit) for place in places for bit in range(_BITS) if int(words[place]) >> bit & 1]
-        texts = {place * _BITS + bit: self._texts[place * _BITS + bit] for place, bit in bits}
+        allowed = [(place, int(words[place])) for place in places]
+        tokens = [place * _BITS + bit for place, word in allowed for bit in range(_BITS) if word >> bit & 1]
+        texts = {token: self._texts[token] for token in tokens}
         longest = max(texts, key=lambda token: len(texts[token]))
         whole = texts[longest]
         return longest if all(text and whole.startswith(text) for text in texts.values()) else None
@@ -230,10 +231,7 @@ def with_forced(
         forced: the last token of each request and those that its grammar forces after it, which are a label of this
             step; none for most requests.
     """
-    allowed = [
-        tokens if lookup_options(req).preset != NO_PRESET else () for req, tokens in zip(reqs, forced, strict=True)
-    ]
-    second = _in_a_row([_laid_out((tokens,), MOST_MATCH) if tokens else _NO_TEXT for tokens in allowed], device)
+    second = _in_a_row([_laid_out((tokens,), MOST_MATCH) if tokens else _NO_TEXT for tokens in forced], device)
     if second is None:
         return rules
     if rules is None:

@@ -44,8 +44,7 @@ WAITING = {
     ("selection.py", "_rows_of"),
     ("eager.py", "_order"),
 }
-# SGLang's prefills, and first tokens of sampled requests, which torch draws.
-PREFILLS = {("worker_base.py", "_encode"), ("worker_base.py", "_draw_first")}
+PREFILLS = {("worker_base.py", "_encode")}  # of SGLang's
 EXPECTED = PREFILLS | EMULATED | ON_THE_HOST | WAITING
 
 
