@@ -1,6 +1,6 @@
 """Compare how the threads of an operation wait for each other on a CPU: speed of servers alone, and next to a program.
 
-    python benchmarks/waiting_threads.py --target T --draft D --output benchmarks/results/waiting_threads.json
+    python benchmarks/waiting_threads.py --target T --draft D --output waiting.json
 
 Servers of one kind differ only in the variables of OpenMP. They are asked in turns for the same text, one request at a
 time. Run it on an idle machine.

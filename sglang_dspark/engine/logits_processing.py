@@ -28,7 +28,7 @@ from sglang_dspark.engine.sglang_types import Req, ScheduleBatch
 from sglang_dspark.step.packed import host_index
 from sglang_dspark.step.state import VerifyPlan
 
-_BITS = 32  # of a word of a mask
+MASK_BITS = 32  # of a word of a mask
 
 
 def grammar_masks(
@@ -36,10 +36,10 @@ def grammar_masks(
 ) -> tuple[list[int], torch.Tensor | None]:
     """Return the masks of all rows whose request has a grammar.
 
+    A request whose grammar fails is aborted with HTTP 400; what its rows draw no longer matters.
+
     Args:
         windows: per request the anchor and the drafts under verification, one per row.
-
-    A request whose grammar fails is aborted with HTTP 400; what its rows draw no longer matters.
 
     Returns:
         Those rows [m], counted over all windows, and their masks [m, W] int32, bit v set if token v is allowed; rows
@@ -82,7 +82,7 @@ def _walk(grammar: BaseGrammarObject, drafts: Sequence[int], mask: torch.Tensor)
 
 def _allows(words: NDArray[np.int32], token: int) -> bool:
     """Return whether a mask [W] allows a token; the vocabulary of a model may be larger than its tokenizer's."""
-    word, bit = divmod(token, _BITS)
+    word, bit = divmod(token, MASK_BITS)
     return word < len(words) and bool(int(words[word]) >> bit & 1)
 
 

@@ -240,8 +240,8 @@ class SpecWorkerBase(SpecWorkerAdapter):
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
-        nothing, windows = DraftBlock.empty(len(batch.reqs), self.device), Windows(torch.zeros_like(positions), indptr)
-        tokens = accept(nothing, windows, output.next_token_logits, positions, rows, keys).bonus_tokens
+        block, windows = DraftBlock.empty(len(batch.reqs), self.device), Windows(torch.zeros_like(positions), indptr)
+        tokens = accept(block, windows, output.next_token_logits, positions, rows, keys).bonus_tokens
         self.agreement.broadcast_from_rank0(tokens)
         for part in self.logits_parts:
             part.first_tokens(batch, tokens)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.acceptance.acceptance_filters import is_kept
-from dspark_kernels.acceptance.acceptance_kernels import FROM_DIFFERENCE, NOTHING, target_mass
+from dspark_kernels.acceptance.acceptance_kernels import FROM_DIFFERENCE, NOTHING, draft_mass, target_mass
 from dspark_kernels.acceptance.acceptance_reference import MIN_RESIDUAL_MASS
 from dspark_kernels.noise import Purpose, seeded_noise, uniforms
 
@@ -61,17 +61,20 @@ def _weights(
     rejected = tl.load(draft_tokens_ptr + request * drafts_stride + slot, mask=subtract, other=-1)
     removed = tl.where(tokens == rejected, target, 0.0)
     if HAS_DISTRIBUTION:
-        columns = tokens
-        is_drawn = subtract & (slot < drawn)
-        if HAS_COLUMNS:
-            columns = tl.load(columns_ptr + tokens, mask=in_vocab & is_drawn, other=-1)
-        known = in_vocab & is_drawn & (columns >= 0)
-        place = request * drawn + slot
-        scores = tl.load(scores_ptr + place * scores_stride + columns, mask=known, other=float("-inf"))
-        log_norm = tl.load(log_norms_ptr + place, mask=is_drawn, other=0.0)
-        if HAS_COPIED:
-            is_drawn = is_drawn & (tl.load(copied_ptr + place, mask=is_drawn, other=0) == 0)
-        removed = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norm), 0.0), removed)
+        proposed, is_drawn = draft_mass(
+            tokens,
+            request * drawn + slot,
+            subtract & (slot < drawn),
+            in_vocab,
+            scores_ptr,
+            scores_stride,
+            log_norms_ptr,
+            columns_ptr,
+            copied_ptr,
+            HAS_COLUMNS,
+            HAS_COPIED,
+        )
+        removed = tl.where(is_drawn, proposed, removed)
     # Comparisons with NaN are false.
     return tl.where(target > removed, target - removed, 0.0), tl.where(target > 0, target, 0.0)
 

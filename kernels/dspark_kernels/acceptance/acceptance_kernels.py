@@ -81,6 +81,32 @@ def target_mass(
 
 
 @triton.jit
+def draft_mass(
+    tokens,
+    places,
+    is_drawn,
+    there,
+    scores_ptr,
+    scores_stride,
+    log_norms_ptr,
+    columns_ptr,
+    copied_ptr,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return p_d of tokens [n] that are there, in the drawn slots at these places, and which slots were not copied."""
+    columns = tokens
+    if HAS_COLUMNS:
+        columns = tl.load(columns_ptr + tokens, mask=there & is_drawn, other=-1)
+    known = there & is_drawn & (columns >= 0)
+    scores = tl.load(scores_ptr + places * scores_stride + columns, mask=known, other=float("-inf"))
+    log_norms = tl.load(log_norms_ptr + places, mask=is_drawn, other=0.0)
+    if HAS_COPIED:
+        is_drawn = is_drawn & (tl.load(copied_ptr + places, mask=is_drawn, other=0) == 0)
+    return tl.where(known, tl.exp(scores - log_norms), 0.0), is_drawn
+
+
+@triton.jit
 def _seeded_choices(speed_ptr, token_ptr, offsets, mask, choices, vocab_size):
     """Return the tokens that seeds draw; a row without a winner is no distribution (NaN), and keeps its argmax."""
     speeds = tl.load(speed_ptr + offsets, mask=mask, other=-1.0)
@@ -180,22 +206,25 @@ def judge_kernel(
         kept_mass = target_mass(
             logits, base, temperature, log_masses, tokens, cut_ptr, last_ptr, rows, filtered, HAS_FILTER
         )
-        draft_mass = tl.full(slots.shape, 1.0, tl.float32)  # of copied drafts, as are those from slot `drawn` on
+        proposed = tl.full(slots.shape, 1.0, tl.float32)  # of copied drafts, as are those from slot `drawn` on
         if HAS_DISTRIBUTION:
-            columns = tokens
-            is_drawn = judged & (slots < drawn)
-            if HAS_COLUMNS:
-                columns = tl.load(columns_ptr + tokens, mask=is_drawn, other=-1).to(tl.int64)
-            known = is_drawn & (columns >= 0)
-            places = request * drawn + slots
-            scores = tl.load(scores_ptr + places * scores_stride + columns, mask=known, other=float("-inf"))
-            log_norms = tl.load(log_norms_ptr + places, mask=is_drawn, other=0.0)
-            if HAS_COPIED:
-                is_drawn = is_drawn & (tl.load(copied_ptr + places, mask=is_drawn, other=0) == 0)
-            draft_mass = tl.where(is_drawn, tl.where(known, tl.exp(scores - log_norms), 0.0), draft_mass)
+            masses, is_drawn = draft_mass(
+                tokens,
+                request * drawn + slots,
+                judged & (slots < drawn),
+                judged,
+                scores_ptr,
+                scores_stride,
+                log_norms_ptr,
+                columns_ptr,
+                copied_ptr,
+                HAS_COLUMNS,
+                HAS_COPIED,
+            )
+            proposed = tl.where(is_drawn, masses, proposed)
         number = uniforms(seed, tl.load(step_ptr), tl.load(request_keys_ptr + request), slots, _ACCEPT)
         # u < p_t / p_d, multiplied out; u < 1 makes the minimum with 1 implicit.
-        within = number * draft_mass.to(tl.float64) < kept_mass.to(tl.float64)
+        within = number * proposed.to(tl.float64) < kept_mass.to(tl.float64)
         kept = tl.where(is_sampled, within, kept)
 
     length = tl.min(tl.where(judged & kept, BLOCK_S, slots), 0)

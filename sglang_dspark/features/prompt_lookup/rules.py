@@ -28,6 +28,7 @@ from dspark_kernels import (
 from numpy.typing import NDArray
 from xgrammar import TokenizerInfo
 
+from sglang_dspark.engine.logits_processing import MASK_BITS
 from sglang_dspark.engine.request_options import kept_by_request
 from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.errors import best_effort, nothing
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 _FORCED_TEXTS = 1024  # whose tokens are kept
 _BEFORE = "\n"  # after which tokenizers encode a text as inside of a longer one
-_BITS = 32  # of a word of a mask
 _MOST_WORDS = 16  # of a mask in which the beginnings of one text are allowed, and nothing else
 
 
@@ -106,7 +106,7 @@ class ForcedTokens:
         if not 0 < len(places) <= _MOST_WORDS:
             return None
         allowed = [(place, int(words[place])) for place in places]
-        tokens = [place * _BITS + bit for place, word in allowed for bit in range(_BITS) if word >> bit & 1]
+        tokens = [place * MASK_BITS + bit for place, word in allowed for bit in range(MASK_BITS) if word >> bit & 1]
         texts = {token: self._texts[token] for token in tokens}
         longest = max(texts, key=lambda token: len(texts[token]))
         whole = texts[longest]
@@ -123,7 +123,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[b
     else:
         info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     texts: list[bytes] = info.decoded_vocab
-    return texts + [b""] * (vocab_size + _BITS)
+    return texts + [b""] * (vocab_size + MASK_BITS)
 
 
 def _whole_letters(text: bytes) -> str:
